@@ -1,0 +1,1 @@
+"""Adapters of meshload: formats, frameworks and model tables."""

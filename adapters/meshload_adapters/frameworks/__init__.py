@@ -1,0 +1,1 @@
+"""Frameworks: filled buffers become tensors, sharding objects become boxes."""

@@ -1,0 +1,1 @@
+"""Model tables: one per naming, data only."""

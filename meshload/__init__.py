@@ -1,0 +1,1 @@
+"""meshload: any checkpoint, any mesh, exactly its slices."""

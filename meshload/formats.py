@@ -1,0 +1,78 @@
+"""A format turns a folder into a checkpoint. Formats are found as entry points of the group `meshload.formats`.
+
+A format describes, and moves no payload: it reads headers and indexes and returns arrays with pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, Protocol, runtime_checkable
+
+from .checkpoint import Checkpoint
+from .errors import FormatError, LayoutError
+from .source import Folder
+
+
+@runtime_checkable
+class Format(Protocol):
+    """What a format adapter provides. Its entry point names a class whose instances need no arguments."""
+
+    @property
+    def name(self) -> str:
+        """The word for `format=`."""
+
+    @property
+    def order(self) -> int:
+        """When it is asked; low numbers first. The more specific a format's marks, the lower."""
+
+    def matches(self, folder: Folder) -> bool:
+        """Say from names and magic bytes whether the folder, or `folder.entry` in it, is of this format."""
+
+    def open(self, folder: Folder) -> Checkpoint:
+        """Read headers and indexes, and say everything that the format says."""
+
+
+def installed() -> dict[str, Format]:
+    """Return the installed formats by name, in the order in which they are asked."""
+    found: list[Format] = [point.load()() for point in entry_points(group="meshload.formats")]
+    return {f.name: f for f in sorted(found, key=lambda f: (f.order, f.name))}
+
+
+def choose(folder: Folder, format: str | Format | None) -> tuple[Format, list[str]]:
+    """Return the format of a folder, and the names of the others that would have opened it too."""
+    if isinstance(format, Format) and not isinstance(format, str):
+        return format, []
+    known = installed()
+    if format is not None:
+        if format not in known:
+            raise LayoutError(f"there is no format {format!r}; installed are: {', '.join(known)}")
+        return known[format], []
+    fitting = [f for f in known.values() if f.matches(folder)]
+    if not fitting:
+        seen = folder.names()[:8] if folder.entry is None else [folder.entry]
+        raise FormatError(
+            f"{folder.name}: no installed format ({', '.join(known)}) recognises it; "
+            f"it holds {', '.join(seen) or 'nothing'}; name one with format="
+        )
+    return fitting[0], [f.name for f in fitting[1:]]
+
+
+def described(config: Any) -> Mapping[str, Any] | None:
+    """Return a model's config: from a dict, a `config.json`, or a folder that has one."""
+    import json
+    import os
+
+    from .source import open_folder, read_bytes
+
+    if config is None or isinstance(config, Mapping):
+        return config
+    folder = open_folder(os.fspath(config))
+    file = folder.entry or "config.json"
+    try:
+        found = json.loads(read_bytes(folder.file(file)))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise FormatError(f"{file}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise FormatError(f"{file}: a JSON object was expected, found {type(found).__name__}")
+    return found

@@ -1,0 +1,445 @@
+"""A pattern says which parts a stored array shows, in elementary dims; a table is one naming's list of such lines.
+
+`(kv_heads (q group + k + v) head_dim) embed` is a fused QKV weight: `(a b)` is one stored dim, row-major; `(x a + y b)` lays parts
+x and y one after another, each with the dims that only it has; `vocab~` may be longer than the config says (padding); `embed/128`
+counts blocks of 128 and `embed//8` groups of 8 packed in one element. A closing `| * 2` is a per-element step from what is
+stored to what is meant. The same pattern at a rank's local sizes is that rank's local tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from .array import Step
+from .box import Shape
+from .errors import LayoutError
+from .expression import evaluate, needed
+from .pieces import Pieces, union
+
+SizeOf = Callable[[str, str], int]
+"""(part, dim) -> its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dim:
+    """One elementary dim; `padded` where the array may hold more than the size."""
+
+    name: str
+    padded: bool = False
+
+    def __str__(self) -> str:
+        return self.name + "~" * self.padded
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A dim that counts blocks of another: block scales (`exact` False) or packed elements (`exact` True)."""
+
+    of: Product
+    count: int
+    exact: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.of}{'//' if self.exact else '/'}{self.count}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Row-major factors of one stored dim."""
+
+    factors: tuple[Node, ...]
+
+    def __str__(self) -> str:
+        inner = " ".join(map(str, self.factors))
+        return inner if len(self.factors) == 1 else f"({inner})"
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Parts laid one after another."""
+
+    terms: tuple[tuple[str, Product], ...]
+
+    def __str__(self) -> str:
+        return f"({' + '.join(' '.join([part, *map(str, p.factors)]) for part, p in self.terms)})"
+
+
+Node = Dim | Blocks | Product | Sum
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What a stored array shows, one node per stored dim."""
+
+    dims: tuple[Product, ...]
+    step: str | None = None
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.dims)) + (f" | {self.step}" if self.step else "")
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    def parts(self) -> list[str]:
+        """Return the parts that the pattern itself names, in order; none where it shows a single part."""
+        return [part for node in _walk(self.dims) if isinstance(node, Sum) for part, _ in node.terms]
+
+    def dims_of(self, part: str) -> list[str]:
+        """Return the elementary dims of a part, in stored order."""
+        return [leaf.name for product in self.dims for leaf in _leaves(product, part)]
+
+    def step_at(self, sizes: Mapping[str, Any]) -> Step | None:
+        """Return the per-element step, its number computed from sizes and config."""
+        if self.step is None:
+            return None
+        number = evaluate(self.step[1:], sizes)
+        if number is None:
+            raise LayoutError(f"the step {self.step!r} needs {', '.join(needed(self.step[1:]))}; give it in config=")
+        return Step(self.step[0], float(number))
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Pattern:
+    """Read a pattern.
+
+    >>> str(parse("(kv_heads (q group + k + v) head_dim) embed"))
+    '(kv_heads (q group + k + v) head_dim) embed'
+    """
+    body, _, step = text.partition("|")
+    words = re.findall(r"//?\d+|[()+]|[A-Za-z_]\w*~?", body)
+    if "".join(words) != re.sub(r"\s", "", body):
+        raise ValueError(f"pattern {text!r} holds something that is no dim, bracket, plus or block")
+    found, rest = _read_factors(words, 0)
+    if rest != len(words):
+        raise ValueError(f"pattern {text!r} has an unbalanced bracket")
+    dims = tuple(f if isinstance(f, Product) else Product((f,)) for f in found)
+    names = [part for node in _walk(dims) if isinstance(node, Sum) for part, _ in node.terms]
+    if sum(isinstance(node, Sum) for node in _walk(dims)) > 1 or len(set(names)) != len(names):
+        raise ValueError(f"pattern {text!r} has more than one sum, or names a part twice")
+    pattern = Pattern(dims, step.strip() or None)
+    for part in names or ["-"]:
+        if len(set(pattern.dims_of(part))) != len(pattern.dims_of(part)):
+            raise ValueError(f"pattern {text!r} has a dim twice in one part")
+    return pattern
+
+
+def _read_factors(words: Sequence[str], at: int) -> tuple[list[Node], int]:
+    found: list[Node] = []
+    while at < len(words) and words[at] not in ")+":
+        word = words[at]
+        if word == "(":
+            node, at = _read_bracket(words, at + 1)
+        elif word[0] == "/":
+            of = found.pop()
+            node = Blocks(
+                of if isinstance(of, Product) else Product((of,)), int(word.lstrip("/")), word.startswith("//")
+            )
+        else:
+            node = Dim(word.rstrip("~"), word.endswith("~"))
+        found.append(node)
+        at += 1
+    return found, at
+
+
+def _read_bracket(words: Sequence[str], at: int) -> tuple[Node, int]:
+    terms = []
+    while True:
+        factors, at = _read_factors(words, at)
+        terms.append(factors)
+        if at >= len(words):
+            raise ValueError(f"pattern {' '.join(words)!r} has an unbalanced bracket")
+        if words[at] == ")":
+            break
+        at += 1
+    if len(terms) == 1:
+        return Product(tuple(terms[0])), at
+    if not all(t and isinstance(t[0], Dim) for t in terms):
+        raise ValueError(f"pattern {' '.join(words)!r}: each term of a sum begins with its part")
+    return Sum(tuple((t[0].name, Product(tuple(t[1:]))) for t in terms if isinstance(t[0], Dim))), at
+
+
+def _walk(nodes: Iterable[Node]) -> Iterator[Node]:
+    for node in nodes:
+        yield node
+        if isinstance(node, Product):
+            yield from _walk(node.factors)
+        elif isinstance(node, Sum):
+            yield from _walk(p for _, p in node.terms)
+
+
+def _leaves(node: Node, part: str) -> Iterator[Dim | Blocks]:
+    match node:
+        case Product(factors):
+            for factor in factors:
+                yield from _leaves(factor, part)
+        case Sum(terms):
+            for name, product in terms:
+                if name == part:
+                    yield from _leaves(product, part)
+        case _:
+            yield node
+
+
+# --- joint dims -------------------------------------------------------------------------------------------------------
+
+
+def refined(pattern: Pattern, joints: Mapping[str, Sequence[str]]) -> Pattern:
+    """Replace joint dims by the finer ones that they are made of (`heads = kv_heads group`)."""
+
+    def fine(node: Node) -> Node:
+        match node:
+            case Dim(name) if name in joints:
+                return Product(tuple(fine(Dim(d)) for d in joints[name]))
+            case Product(factors):
+                return Product(tuple(fine(f) for f in factors))
+            case Sum(terms):
+                return Sum(tuple((part, _product(fine(p))) for part, p in terms))
+            case _:
+                return node
+
+    return Pattern(tuple(_product(fine(p)) for p in pattern.dims), pattern.step)
+
+
+def _product(node: Node) -> Product:
+    return node if isinstance(node, Product) else Product((node,))
+
+
+# --- from a stored array to its parts, and back -----------------------------------------------------------------------
+
+
+def length(node: Node, part: str, size: SizeOf) -> int:
+    """Return how many elements of a stored dim a node takes, seen from a part."""
+    match node:
+        case Product(factors):
+            return math.prod(length(f, part, size) for f in factors)
+        case Sum(terms):
+            return sum(length(p, name, size) for name, p in terms)
+        case _:
+            return size(part, node.name)
+
+
+def shown_shape(pattern: Pattern, parts: Sequence[str], size: SizeOf) -> Shape:
+    """Return the stored shape that a pattern gives at these sizes; all parts must agree on it."""
+    shapes = {tuple(length(p, part, size) for p in pattern.dims) for part in parts}
+    if len(shapes) != 1:
+        raise LayoutError(
+            f"pattern {pattern}: the parts {', '.join(parts)} do not fit into one array at these sizes: {sorted(shapes)}; "
+            f"a fused array needs parts that are cut alike"
+        )
+    return shapes.pop()
+
+
+def find(pattern: Pattern, part: str, pieces: Pieces, lead: int, shape: Shape, size: SizeOf) -> Pieces:
+    """Return a part of a stored array, in its elementary dims.
+
+    The first `lead` dims of `pieces` (layers and experts, from names) are kept in front; `shape` is that of the others.
+    """
+    dim = lead
+    for product, stored in zip(pattern.dims, shape, strict=True):
+        pieces, dim = _find(product, part, pieces, dim, stored, size)
+    return pieces
+
+
+def _find(product: Product, part: str, pieces: Pieces, dim: int, stored: int, size: SizeOf) -> tuple[Pieces, int]:
+    want = length(product, part, size)
+    if stored > want:  # padding; that only padded dims may be longer was checked before
+        pieces = pieces.narrow(dim, 0, want)
+    pieces = pieces.split(dim, [length(f, part, size) for f in product.factors])
+    for factor in product.factors:
+        if isinstance(factor, Sum):
+            pieces, dim = _find_term(factor, part, pieces, dim, size)
+        elif isinstance(factor, Product):
+            pieces, dim = _find(factor, part, pieces, dim, length(factor, part, size), size)
+        else:
+            dim += 1
+    return pieces, dim
+
+
+def _find_term(node: Sum, part: str, pieces: Pieces, dim: int, size: SizeOf) -> tuple[Pieces, int]:
+    at = 0
+    for name, product in node.terms:
+        n = length(product, name, size)
+        if name == part:
+            return _find(product, part, pieces.narrow(dim, at, at + n), dim, n, size)
+        at += n
+    raise AssertionError(f"{part} is not in {node}")
+
+
+def fuse(pattern: Pattern, tables: Mapping[str, Pieces], lead: int, size: SizeOf) -> Pieces:
+    """Lay parts, each in its elementary dims in stored order, into one stored array: the way back from `find`."""
+    laid = []
+    for part, pieces in tables.items():
+        dim = lead
+        for product in pattern.dims:
+            pieces = _lay(product, part, pieces, dim, size)
+            dim += 1
+        laid.append(pieces)
+    return union(laid)
+
+
+def _lay(product: Product, part: str, pieces: Pieces, dim: int, size: SizeOf) -> Pieces:
+    for i, factor in enumerate(product.factors):
+        at = dim + i
+        if isinstance(factor, Product):
+            pieces = _lay(factor, part, pieces, at, size)
+        elif isinstance(factor, Sum):
+            pieces = _lay_term(factor, part, pieces, at, size)
+    return pieces.merge(dim, [length(f, part, size) for f in product.factors])
+
+
+def _lay_term(node: Sum, part: str, pieces: Pieces, dim: int, size: SizeOf) -> Pieces:
+    at = 0
+    for name, product in node.terms:
+        if name == part:
+            pieces = _lay(product, part, pieces, dim, size)
+            start = [0] * pieces.ndim
+            start[dim] = at
+            return pieces.place(start)
+        at += length(product, name, size)
+    raise AssertionError(f"{part} is not in {node}")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a table: the arrays of one name and what they show."""
+
+    parts: tuple[str, ...]
+    name: str
+    """With `{layer}`, `{expert}` for the dims that the name counts."""
+    pattern: Pattern
+    where: str
+    """`first`, `layers` or `last`: the pipeline stage that holds it."""
+    condition: str | None = None
+    optional: bool = False
+    """Wanted where it is stored, not missed where it is not."""
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """The dims that the name counts, in order."""
+        return tuple(re.findall(r"\{(\w+)\}", self.name))
+
+    def dims_of(self, part: str) -> tuple[str, ...]:
+        """Return the dims of a part: those of the name, then those of the pattern."""
+        return (*self.counted, *self.pattern.dims_of(part))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """How one naming's arrays show the parts of a model family."""
+
+    families: tuple[str, ...]
+    """The `model_type`s that it serves."""
+    joints: Mapping[str, tuple[str, ...]]
+    """Dims made of finer ones: `heads -> (kv_heads, group)`."""
+    sizes: Mapping[str, str]
+    """Dim -> the expression that computes its size from the config."""
+    lines: tuple[Line, ...]
+    ties: tuple[tuple[str, str, str | None], ...]
+    """(alias, name that is stored, condition)."""
+    ignored: tuple[str, ...] = ()
+    """Globs of names that are neither wanted nor unexpected, such as recomputed buffers."""
+    prefixes: tuple[str, ...] = ()
+    """Prefixes that a stored name may have or lack."""
+
+    def sizes_at(self, config: Mapping[str, Any]) -> dict[str, int]:
+        """Return the dims' sizes, those that the config tells."""
+        values: dict[str, Any] = dict(config)
+        found = {}
+        for dim, text in self.sizes.items():
+            n = evaluate(text, values)
+            if n is not None:
+                if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+                    raise LayoutError(f"config: {dim} = {text} is {n!r}, a whole number was expected")
+                found[dim] = values[dim] = n
+        return found
+
+    def needs(self, dim: str) -> str:
+        """Say what the config must have for a dim to get its size."""
+        return f"{dim} ({self.sizes[dim]})" if dim in self.sizes else dim
+
+
+def parse_table(text: str) -> Table:
+    """Read a table: `families`, `dim = dims`, `dim := size`, sections `first` `layers` `last`, `tie`, `ignore`, `prefix`.
+
+    A line is `part name pattern [if condition]`; `-` for the part where the pattern names several, `?part` where it may be absent.
+    """
+    families: list[str] = []
+    joints: dict[str, tuple[str, ...]] = {}
+    sizes: dict[str, str] = {}
+    lines: list[Line] = []
+    ties: list[tuple[str, str, str | None]] = []
+    ignored: list[str] = []
+    prefixes: list[str] = []
+    where = ""
+    for raw in text.splitlines():
+        line = raw.split("#", 1)[0].strip() if "#" in raw else raw.strip()
+        words = line.split()
+        if not words:
+            continue
+        if line in ("first", "layers", "last"):
+            where = line
+        elif words[0] == "families":
+            families += words[1:]
+        elif words[0] == "ignore":
+            ignored += words[1:]
+        elif words[0] == "prefix":
+            prefixes += words[1:]
+        elif words[0] == "tie":
+            body, _, condition = line[4:].partition(" if ")
+            alias, name = (side.strip() for side in body.split("="))
+            ties.append((alias, name, condition.strip() or None))
+        elif words[1] == ":=":
+            sizes[words[0]] = line.split(":=", 1)[1].strip()
+        elif words[1] == "=":
+            joints[words[0]] = tuple(words[2:])
+        else:
+            lines.append(_parse_line(line, where))
+    return Table(tuple(families), joints, sizes, tuple(lines), tuple(ties), tuple(ignored), tuple(prefixes))
+
+
+def _parse_line(line: str, where: str) -> Line:
+    body, _, condition = line.partition(" if ")
+    part, name, *rest = body.split(None, 2)
+    pattern = parse(rest[0] if rest else "")
+    parts = tuple(pattern.parts()) or (part.lstrip("?"),)
+    if (part.lstrip("?") == "-") != bool(pattern.parts()):
+        raise ValueError(f"table line {line!r}: the part is `-` exactly where the pattern names parts")
+    if not where:
+        raise ValueError(f"table line {line!r} stands before a section: first, layers or last")
+    return Line(parts, name, pattern, where, condition.strip() or None, part.startswith("?"))
+
+
+@dataclass(frozen=True)
+class Namer:
+    """Finds the line and the counted indices of a stored name."""
+
+    table: Table
+    _by_shape: dict[str, list[tuple[re.Pattern[str], Line]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for line in self.table.lines:
+            literal = re.sub(r"\{\w+\}", "0", line.name)
+            pieces = re.split(r"\{\w+\}", line.name)
+            expression = re.compile(r"(0|[1-9]\d*)".join(map(re.escape, pieces)))
+            self._by_shape.setdefault(re.sub(r"\d+", "#", literal), []).append((expression, line))
+
+    def find(self, name: str) -> tuple[Line, tuple[int, ...]] | None:
+        """Return the line that a name belongs to, with the layer, the expert ... that it counts."""
+        for expression, line in self._by_shape.get(re.sub(r"\d+", "#", name), ()):
+            match = expression.fullmatch(name)
+            if match:
+                return line, tuple(int(g) for g in match.groups())
+        return None

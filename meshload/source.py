@@ -1,0 +1,413 @@
+"""A source is something with ranged reads and a `unit`; a folder is where a format finds its sources.
+
+A file or an object in a key-value store has unit 1: bytes. A chunked, possibly compressed array is seen as its decoded chunks
+one after another, its unit one chunk. Only this module, `reading.py` and `writing.py` touch storage; formats read headers and
+indexes through a `Folder`, so that local disks and object stores work alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .box import Shape
+from .errors import FormatError, SourceError
+from .pieces import Pieces, table
+
+Bytes = NDArray[np.uint8]
+
+METADATA_LIMIT = 1 << 30
+"""More than this is no metadata: reading it whole is refused."""
+
+
+class Source(Protocol):
+    """Bytes that can be read by range, or an array that can be read by chunk."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it, as the user would."""
+
+    @property
+    def unit(self) -> int:
+        """1 where any byte range can be read, else the size of a decoded chunk, in bytes."""
+
+    @property
+    def size(self) -> int:
+        """The bytes that there are."""
+
+
+class ByteSource(Source, Protocol):
+    """A source of unit 1."""
+
+    @property
+    def gap(self) -> int:
+        """Unwanted bytes that are cheaper to read than to skip."""
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Fill `out` with the bytes from `start` on, or raise `SourceError`."""
+
+
+class ChunkedSource(Source, Protocol):
+    """A source of decoded chunks: chunk `k` lies at `k * unit`, row-major over its clipped box."""
+
+    def read_chunk(self, k: int) -> NDArray[Any]:
+        """Return chunk `k`, decoded, in its clipped shape, row-major."""
+
+
+class Folder(Protocol):
+    """A place that holds named files: a local directory or a prefix in a key-value store."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def entry(self) -> str | None:
+        """The one file that the user named, where the path is a file."""
+
+    @property
+    def kvstore(self) -> Any:
+        """The folder as a TensorStore KvStore, whose keys are the file names."""
+
+    def names(self, under: str = "") -> list[str]:
+        """List the files and folders (with a closing `/`) right in this folder, or in `under`; empty where there is none."""
+
+    def has(self, file: str) -> bool:
+        """Say whether there is a regular file of this name."""
+
+    def file(self, file: str) -> ByteSource:
+        """Return a file as a source; a name that leaves the folder, or is no regular file, raises `FormatError`."""
+
+    def inside(self, under: str) -> Folder:
+        """Return a folder in this one."""
+
+
+def read_bytes(source: ByteSource, start: int = 0, stop: int | None = None) -> bytes:
+    """Read metadata: a few bytes, or a small file whole."""
+    stop = source.size if stop is None else stop
+    if not 0 <= start <= stop <= source.size:
+        raise FormatError(f"{source.name}: bytes {start} to {stop} were asked of {source.size}")
+    if stop - start > METADATA_LIMIT:
+        raise FormatError(
+            f"{source.name}: {stop - start} bytes are too many for metadata, at most {METADATA_LIMIT} are read"
+        )
+    out = np.empty(stop - start, np.uint8)
+    source.read_into(start, out)
+    return out.tobytes()
+
+
+def open_folder(path: Any) -> Folder:
+    """Return the folder that a path, a TensorStore key-value URL or an open KvStore means."""
+    if hasattr(path, "read") and hasattr(path, "spec"):
+        return KeyValueFolder(path, path.url if hasattr(path, "url") else "key-value store")
+    text = os.fspath(path)
+    if isinstance(text, bytes):
+        text = os.fsdecode(text)
+    if "\0" in text:
+        raise FormatError(f"path {text!r} holds a NUL")
+    if text.startswith("file://"):
+        text = text.removeprefix("file://")
+    elif re.match(r"[a-z][a-z0-9+.-]*:(//|[a-z])", text):
+        return _open_url(text)
+    local = Path(text).expanduser()
+    if local.is_dir():
+        return LocalFolder(local)
+    if local.exists():
+        return LocalFolder(local.parent, local.name)
+    raise FormatError(f"{text}: there is no such file or folder")
+
+
+# --- local disks ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class LocalFolder:
+    """A directory. Links to regular files are followed wherever they lead, as hub caches need."""
+
+    path: Path
+    entry: str | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.path / self.entry if self.entry else self.path)
+
+    @cached_property
+    def kvstore(self) -> Any:
+        import tensorstore
+
+        base = os.path.abspath(self.path)
+        return tensorstore.KvStore.open({"driver": "file", "path": f"{base}/"}).result()
+
+    def names(self, under: str = "") -> list[str]:
+        path = self.path / _checked(under, self.name) if under else self.path
+        try:
+            with os.scandir(path) as found:
+                return sorted(e.name + "/" if _is_dir(e) else e.name for e in found)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise SourceError(f"{path}: cannot be listed: {error.strerror}") from error
+
+    def has(self, file: str) -> bool:
+        try:
+            return stat.S_ISREG(os.stat(self.path / _checked(file, self.name)).st_mode)
+        except OSError:
+            return False
+
+    def file(self, file: str) -> LocalFile:
+        path = self.path / _checked(file, self.name)
+        try:
+            found = os.stat(path)
+        except OSError as error:
+            link = " (a link that leads nowhere)" if os.path.islink(path) else ""
+            raise SourceError(f"{file}: cannot be opened in {self.path}{link}: {error.strerror}") from error
+        if not stat.S_ISREG(found.st_mode):
+            raise FormatError(f"{file}: not a regular file in {self.path}")
+        return LocalFile(path, file, found.st_size)
+
+    def inside(self, under: str) -> LocalFolder:
+        return LocalFolder(self.path / _checked(under.rstrip("/"), self.name))
+
+
+@dataclass(frozen=True, eq=False)
+class LocalFile:
+    """A regular file, opened at its first read."""
+
+    path: Path
+    name: str
+    size: int
+
+    unit = 1
+    gap = 4096
+
+    @cached_property
+    def _descriptor(self) -> _Descriptor:
+        try:
+            return _Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise SourceError(f"{self.name}: cannot be opened: {error.strerror}") from error
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        view, at = memoryview(out).cast("B"), start
+        while len(view):
+            try:
+                n = os.preadv(self._descriptor.number, [view], at)
+            except OSError as error:
+                raise SourceError(f"{self.name}: reading {len(view)} bytes at {at} failed: {error.strerror}") from error
+            if n == 0:
+                raise SourceError(
+                    f"{self.name}: ends at byte {at}, expected {start + len(out)}; it was cut while being read"
+                )
+            view, at = view[n:], at + n
+
+
+class _Descriptor:
+    """An open file, closed when nothing refers to it any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _checked(file: str, folder: str) -> str:
+    """Return a relative name that stays inside its folder, or raise."""
+    parts = file.split("/")
+    hostile = not file or "\0" in file or "\\" in file or file.startswith("/") or re.match(r"[A-Za-z]:", file)
+    if hostile or "://" in file or any(p in ("", ".", "..") for p in parts):
+        raise FormatError(f"{folder}: {file!r} is not a plain file name inside the folder")
+    return file
+
+
+# --- key-value stores -------------------------------------------------------------------------------------------------
+
+
+def _open_url(url: str) -> Folder:
+    import tensorstore
+
+    try:
+        store = tensorstore.KvStore.open(url).result()
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise FormatError(f"{url}: TensorStore cannot open it: {error}") from error
+    head, _, file = url.rstrip("/").rpartition("/")
+    if not url.endswith("/") and _found(store, "", url):
+        store.path = store.path[: -len(file)]
+        return KeyValueFolder(store, f"{head}/", file)
+    store.path = f"{store.path.rstrip('/')}/" if store.path else ""
+    return KeyValueFolder(store, f"{url.rstrip('/')}/")
+
+
+@dataclass(frozen=True, eq=False)
+class KeyValueFolder:
+    """A prefix in a TensorStore key-value store: S3, GCS, HTTP, memory and what else TensorStore knows."""
+
+    kvstore: Any
+    url: str
+    entry: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.url}{self.entry}" if self.entry else self.url
+
+    def names(self, under: str = "") -> list[str]:
+        import tensorstore
+
+        prefix = f"{_checked(under.rstrip('/'), self.url)}/" if under else ""
+        keys = tensorstore.KvStore.KeyRange(prefix, f"{prefix[:-1]}0" if prefix else "")  # "0" follows "/"
+        try:
+            found = self.kvstore.list(keys).result()
+        except NotImplementedError:
+            return []  # http cannot list; formats then ask for the names that they know
+        except (ValueError, OSError) as error:
+            raise SourceError(f"{self.url}: cannot be listed: {error}") from error
+        rest = (key.decode(errors="surrogateescape").removeprefix(prefix).partition("/") for key in found)
+        return sorted({head + slash for head, slash, _ in rest if head})
+
+    def has(self, file: str) -> bool:
+        return _found(self.kvstore, _checked(file, self.url), f"{self.url}{file}")
+
+    def file(self, file: str) -> KeyValueFile:
+        if not self.has(file):
+            raise SourceError(f"{file}: there is no such object in {self.url}")
+        return KeyValueFile(self.kvstore, file, file)
+
+    def inside(self, under: str) -> KeyValueFolder:
+        under = f"{_checked(under.rstrip('/'), self.url)}/"
+        store = self.kvstore.copy()
+        store.path = f"{store.path}{under}"
+        return KeyValueFolder(store, f"{self.url}{under}")
+
+
+def _found(store: Any, key: str, name: str) -> bool:
+    try:
+        return bool(store.read(key, byte_range=slice(0, 0)).result().state == "value")
+    except (ValueError, OSError) as error:
+        if "OUT_OF_RANGE" in str(error):
+            return True  # there, and empty
+        raise SourceError(f"{name}: cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class KeyValueFile:
+    """One object in a key-value store, read by ranges."""
+
+    kvstore: Any
+    key: str
+    name: str
+
+    unit = 1
+    gap = 1 << 18
+    """A request over a network costs about as much as some hundred kilobytes."""
+
+    @cached_property
+    def size(self) -> int:
+        """Found by asking for single bytes, since TensorStore tells no sizes; an error message may hint at it."""
+        hint = self._beyond(1 << 60)
+        if hint is not None and hint > 0 and self._beyond(hint - 1) is None and self._beyond(hint) is not None:
+            return hint
+        low, high = 0, 1 << 16
+        while self._beyond(high) is None:
+            low, high = high + 1, high * 4
+        while low < high:  # bytes before `low` are there, byte `high` is not
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if self._beyond(middle) is None else (low, middle)
+        return low
+
+    def _beyond(self, at: int) -> int | None:
+        """Return None where byte `at` is there, else a guess at the size (-1: none)."""
+        try:
+            self.kvstore.read(self.key, byte_range=slice(at, at + 1)).result()
+        except (ValueError, OSError) as error:
+            if "OUT_OF_RANGE" not in str(error):
+                raise SourceError(f"{self.name}: cannot be read: {error}") from error
+            told = re.search(r"size\D{0,3}(\d+)", str(error), re.IGNORECASE)
+            return int(told[1]) if told else -1
+        return None
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        if not len(out):
+            return
+        try:
+            found = self.kvstore.read(self.key, byte_range=slice(start, start + len(out))).result()
+        except (ValueError, OSError) as error:
+            raise SourceError(f"{self.name}: reading {len(out)} bytes at {start} failed: {error}") from error
+        if found.state != "value" or len(found.value) != len(out):
+            n = len(found.value) if found.state == "value" else 0
+            raise SourceError(f"{self.name}: {n} bytes came of {len(out)} at {start}; it was cut while being read")
+        out[:] = np.frombuffer(found.value, np.uint8)
+
+
+# --- chunked arrays ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedArray:
+    """An open TensorStore array, seen as its decoded read chunks one after another."""
+
+    store: Any
+    name: str
+
+    @cached_property
+    def chunk(self) -> Shape:
+        """The shape of a chunk, in elements; never 0."""
+        grid = self.store.chunk_layout.read_chunk.shape or self.shape
+        return tuple(max(1, min(c or n, n)) for c, n in zip(grid, self.shape, strict=True))
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.store.shape)
+
+    @property
+    def grid(self) -> Shape:
+        """How many chunks there are, per dim."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+
+    @cached_property
+    def unit(self) -> int:
+        return math.prod(self.chunk) * int(self.store.dtype.numpy_dtype.itemsize)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.grid) * self.unit
+
+    def read_chunk(self, k: int) -> NDArray[Any]:
+        at = np.unravel_index(k, self.grid) if self.grid else ()
+        box = tuple(
+            slice(int(i) * c, min((int(i) + 1) * c, n)) for i, c, n in zip(at, self.chunk, self.shape, strict=True)
+        )
+        try:
+            return np.asarray(self.store[box].read(order="C").result(), order="C")
+        except (ValueError, OSError) as error:
+            raise SourceError(
+                f"{self.name}: chunk {'.'.join(str(int(i)) for i in at) or '0'} cannot be read: {error}"
+            ) from error
+
+    def pieces(self) -> Pieces:
+        """Return one row per chunk."""
+        ndim, itemsize = len(self.shape), int(self.store.dtype.numpy_dtype.itemsize)
+        count = math.prod(self.grid)
+        chunk = np.asarray(self.chunk, np.int64).reshape(1, ndim)
+        at = np.stack(np.unravel_index(np.arange(count), self.grid), axis=1) if ndim else np.zeros((1, 0), np.int64)
+        start = at * chunk
+        shape = np.minimum(start + chunk, np.asarray(self.shape, np.int64)) - start
+        inner = np.ones_like(shape)
+        for d in range(ndim - 2, -1, -1):
+            inner[:, d] = inner[:, d + 1] * shape[:, d + 1]
+        return table((self,), np.zeros(count, np.int64), np.arange(count) * self.unit, start, shape, inner * itemsize)
