@@ -158,7 +158,8 @@ class Array:
         """Return a read-only TensorStore view, which reads what is asked of it and nothing else."""
         from .reading import tensorstore_view
 
-        return tensorstore_view(self, max_bytes=max_bytes)
+        view: tensorstore.TensorStore = tensorstore_view(self, max_bytes=max_bytes)
+        return view
 
     def _dim(self, dim: int) -> int:
         if not -self.ndim <= dim < self.ndim:

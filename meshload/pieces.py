@@ -48,7 +48,8 @@ class Pieces:
     @property
     def sizes(self) -> Ints:
         """`(n,)`: the number of elements per row."""
-        return self.shape.prod(axis=1, dtype=np.int64)
+        found: Ints = self.shape.prod(axis=1, dtype=np.int64)
+        return found
 
     def take(self, rows: Ints | NDArray[np.bool_] | slice) -> Pieces:
         """Return some of the rows: numbers, a mask or a slice."""
@@ -183,12 +184,12 @@ class Pieces:
         return table
 
     def _merge_two(self, dim: int, inner: int) -> Pieces:
-        fits = self.shape[:, dim] == 1
+        fits = np.asarray(self.shape[:, dim] == 1)
         whole = self.shape[:, dim + 1] == inner
         if inner == 1:
             fits = np.ones(len(self), bool)
         else:
-            fits = fits | (whole & (self.strides[:, dim] == inner * self.strides[:, dim + 1]))
+            fits = np.asarray(fits | (whole & (self.strides[:, dim] == inner * self.strides[:, dim + 1])))
         table = self if fits.all() else union([self.take(fits), self.take(~fits)._one_row_per_index(dim)])
         one = table.shape[:, dim] == 1
         stride = np.where(one | (inner > 1), table.strides[:, dim + 1], table.strides[:, dim])

@@ -197,7 +197,7 @@ class LocalFile:
             raise SourceError(f"{self.name}: cannot be opened: {error.strerror}") from error
 
     def read_into(self, start: int, out: Bytes) -> None:
-        view, at = memoryview(out).cast("B"), start
+        view, at = memoryview(out.data).cast("B"), start
         while len(view):
             try:
                 n = os.preadv(self._descriptor.number, [view], at)

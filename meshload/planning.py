@@ -1,0 +1,309 @@
+"""A plan joins wanted pieces to stored pieces: a table of copies, and the targets that they fill. It is a value.
+
+Each copy moves one box: element `i` of it from byte `offset + i . strides` of a source to byte `target_offset + i .
+target_strides` of a target. Every wanted element is filled exactly once, or planning raises before any payload is read.
+A plan knows no meshes and no formats; it can be counted, printed and tested without a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .array import Array, Step
+from .box import Box, Shape
+from .errors import FormatError, LimitError, MissingPieces, Overlap, listing
+from .pieces import Ints, Pieces, piece
+from .scheduling import Copies, Schedule, schedule
+from .source import Source
+
+MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Memory to be filled: one array's slice on one rank."""
+
+    name: str
+    rank: int
+    dtype: np.dtype[Any]
+    shape: Shape
+    whole: Shape
+    """The shape of the array that it is a slice of, as its naming shows it."""
+    box: Box | None
+    """Where in that array it lies; None where it is no single box."""
+    filled: int
+    """How many elements are read; the rest is padding, zeros."""
+    step: Step | None = None
+    stored: str | None = None
+
+    @property
+    def size(self) -> int:
+        n = 1
+        for extent in self.shape:
+            n *= extent
+        return n
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+
+class Targets(Sequence[Target]):
+    """Targets in blocks of equal rank or name, so that a million of them are cheap; target `i` is made when asked for."""
+
+    def __init__(self) -> None:
+        self._first: list[int] = []
+        self._blocks: list[Sequence[Target]] = []
+        self._count = 0
+
+    def add(self, block: Sequence[Target]) -> int:
+        """Append targets, and return the number of the first."""
+        first = self._count
+        if len(block):
+            self._first.append(first)
+            self._blocks.append(block)
+            self._count += len(block)
+        return first
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(self._count))]
+        if not 0 <= i < self._count:
+            raise IndexError(i)
+        block = int(np.searchsorted(self._first, i, side="right")) - 1
+        return self._blocks[block][int(i) - self._first[block]]
+
+    def __iter__(self) -> Any:
+        for block in self._blocks:
+            yield from block
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What has to be read for some targets, and where it goes."""
+
+    targets: Sequence[Target]
+    copies: Copies
+    aliases: tuple[tuple[str, int], ...] = ()
+    """Names that share a target: tied weights that this rank holds under both names."""
+    unexpected: tuple[str, ...] = ()
+    """Names in the checkpoint that nobody wants."""
+    missing: tuple[str, ...] = ()
+    """Wanted names that the checkpoint lacks, where the caller ignores that."""
+    notes: tuple[str, ...] = ()
+    """What was chosen by default, and what is tied, padded or repeated."""
+    max_bytes: int = MAX_BYTES
+    merge_gap: int | None = None
+    """Unwanted bytes that are read rather than skipped; None: as each source says."""
+
+    @property
+    def sources(self) -> Sequence[Source]:
+        return self.copies.sources
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The reads that the plan takes, in order."""
+        return schedule(self.copies, merge_gap=self.merge_gap, max_bytes=self.max_bytes)
+
+    @cached_property
+    def wanted_bytes(self) -> int:
+        """Bytes that are copied into targets."""
+        return self.copies.nbytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that are asked of the sources; decoded ones where they are chunked."""
+        return self.schedule.nbytes
+
+    @property
+    def reads(self) -> int:
+        """Requests to the sources."""
+        return self.schedule.requests
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory beside the targets, at most."""
+        return self.schedule.peak_bytes
+
+    @cached_property
+    def result_bytes(self) -> int:
+        """Memory of the targets."""
+        return sum(t.nbytes for t in self.targets)
+
+    def files(self) -> dict[str, int]:
+        """Return the bytes wanted of each file."""
+        totals = np.zeros(len(self.sources), np.int64)
+        np.add.at(totals, self.copies.source, self.copies.sizes * self.copies.itemsize)
+        return {s.name: int(n) for s, n in zip(self.sources, totals, strict=True) if n}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One join: what is wanted of an array (or part), and where it is stored, in the same dims."""
+
+    label: str
+    itemsize: int
+    wanted: Pieces
+    """Its `source` counts targets."""
+    stored: Pieces
+
+
+def plan(jobs: Iterable[Job], targets: Sequence[Target]) -> Copies:
+    """Join every job, or raise `MissingPieces`, `Overlap` or `FormatError`, naming arrays, ranks and both numbers."""
+    tables, problems = [], []
+    kept: dict[int, Any] = {}  # id() of a source tuple is only good while the tuple lives
+    for job in jobs:
+        if not len(job.wanted):
+            continue
+        kept[id(job.stored.sources)] = job.stored.sources
+        try:
+            tables.append(_joined(job, targets))
+        except (MissingPieces, Overlap) as error:
+            problems.append(error)
+    if problems:
+        kind = type(problems[0])
+        raise kind(listing((str(p) for p in problems), 10) if len(problems) > 1 else str(problems[0]))
+    return Copies.union(tables)
+
+
+def plan_array(array: Array, *, max_bytes: int = MAX_BYTES, merge_gap: int | None = None) -> Plan:
+    """Plan reading one array whole."""
+    target = Target(
+        array.name, 0, array.dtype, array.shape, array.shape, Box((0,) * array.ndim, array.shape), array.size, array.step
+    )
+    wanted = piece(0, 0, array.shape, array.dtype.itemsize)
+    copies = plan([Job(array.name, array.dtype.itemsize, wanted, array.pieces)], [target])
+    return Plan([target], copies, max_bytes=max_bytes, merge_gap=merge_gap)
+
+
+def _joined(job: Job, targets: Sequence[Target]) -> Copies:
+    stored = _one_copy_each(job.stored)
+    w, s = meetings(job.wanted, stored)
+    wanted, found = job.wanted.take(w), stored.take(s)
+    start = np.maximum(wanted.start, found.start)
+    shape = np.minimum(wanted.stop, found.stop) - start
+    filled = np.bincount(w, weights=shape.prod(axis=1, dtype=np.int64), minlength=len(job.wanted)).astype(np.int64)
+    _check_filled(job, targets, filled, stored, s)
+    copies = Copies(
+        tuple(stored.sources),
+        found.source,
+        found.offset + ((start - found.start) * found.strides).sum(axis=1),
+        found.strides,
+        wanted.source,
+        wanted.offset + ((start - wanted.start) * wanted.strides).sum(axis=1),
+        wanted.strides,
+        shape,
+        np.full(len(w), job.itemsize, np.int64),
+    )
+    _check_inside(job, copies)
+    return copies
+
+
+def meetings(a: Pieces, b: Pieces) -> tuple[Ints, Ints]:
+    """Return the pairs of rows whose boxes meet, as two columns of row numbers.
+
+    Sorted by the dim that leaves the fewest candidates, so that the work grows with the rows and the pairs found.
+    """
+    none = np.zeros(0, np.int64)
+    if not len(a) or not len(b):
+        return none, none
+    if a.ndim == 0:
+        return np.repeat(np.arange(len(a)), len(b)), np.tile(np.arange(len(b)), len(a))
+    best: tuple[int, int, Ints, Ints, Ints] | None = None
+    for d in range(a.ndim):
+        order = np.argsort(b.start[:, d], kind="stable")
+        starts = b.start[order, d]
+        low = np.searchsorted(starts, a.start[:, d] - int(b.shape[:, d].max()), side="right")
+        high = np.searchsorted(starts, a.start[:, d] + a.shape[:, d], side="left")
+        count = int((high - low).sum())
+        if best is None or count < best[0]:
+            best = (count, d, order, low, high - low)
+        if count <= len(a):
+            break
+    assert best is not None
+    _, _, order, low, counts = best
+    rows = np.repeat(np.arange(len(a)), counts)
+    step = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    columns = order[np.repeat(low, counts) + step]
+    keep = np.ones(len(rows), bool)
+    for d in range(a.ndim):
+        a_start, b_start = a.start[rows, d], b.start[columns, d]
+        keep &= (a_start < b_start + b.shape[columns, d]) & (b_start < a_start + a.shape[rows, d])
+    return rows[keep], columns[keep]
+
+
+def _one_copy_each(stored: Pieces) -> Pieces:
+    """Keep the first of rows that store the same box: replicated copies are read once."""
+    if len(stored) < 2:
+        return stored
+    if stored.ndim == 0:
+        return stored.take(slice(0, 1))
+    keys = np.concatenate([stored.shape, stored.start], axis=1)
+    order = np.lexsort(keys.T)  # stable, so that the first copy stays in front
+    same = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
+    return stored.take(np.sort(order[np.concatenate([[True], ~same])])) if same.any() else stored
+
+
+def _check_filled(job: Job, targets: Sequence[Target], filled: Ints, stored: Pieces, met: Ints) -> None:
+    sizes = job.wanted.sizes
+    bad = np.flatnonzero(filled < sizes)
+    if len(bad):
+        ids = np.unique(job.wanted.source[bad])
+        lines = []
+        for i in ids[:10]:
+            rows = job.wanted.source == i
+            target = targets[int(i)]
+            lines.append(
+                f"{target.name}: rank {target.rank} needs {int(sizes[rows].sum())} elements of {job.label}, "
+                f"the checkpoint holds {int(filled[rows].sum())} of them"
+            )
+        more = f" and {len(ids) - 10} more arrays" if len(ids) > 10 else ""
+        raise MissingPieces("; ".join(lines) + more)
+    rows = np.unique(met)
+    used = stored if len(rows) == len(stored) else stored.take(rows)
+    first, second = meetings(used, used)
+    twice = first < second
+    if twice.any() or (filled > sizes).any():
+        i, j = int(first[twice][0]), int(second[twice][0])
+        one, other = _where(used, i), _where(used, j)
+        name = targets[int(job.wanted.source[0])].name
+        raise Overlap(f"{name} ({job.label}): elements are stored twice, in {one} and in {other}, which are not the same box")
+
+
+def _where(pieces: Pieces, row: int) -> str:
+    box = Box(tuple(map(int, pieces.start[row])), tuple(map(int, pieces.shape[row])))
+    source = pieces.sources[int(pieces.source[row])]
+    return f"{getattr(source, 'name', source)} (start {box.start}, shape {box.shape})"
+
+
+def _check_inside(job: Job, copies: Copies) -> None:
+    """Check that every copy lies within its source: a truncated or lying file is found before it is read."""
+    last = copies.offset + ((copies.shape - 1) * copies.strides).clip(min=0).sum(axis=1) + job.itemsize
+    first = copies.offset + ((copies.shape - 1) * copies.strides).clip(max=0).sum(axis=1)
+    for i in np.unique(copies.source):
+        source, rows = copies.sources[int(i)], copies.source == i
+        end, start = int(last[rows].max()), int(first[rows].min())
+        if end > source.size or start < 0:
+            raise FormatError(f"{job.label}: bytes {start} to {end} are wanted of {source.name}, which has {source.size}")
+
+
+def check_limit(made: Plan) -> Plan:
+    """Raise `LimitError` where one unit that must be held at once exceeds the plan's `max_bytes`."""
+    need, name = made.schedule.largest_unit
+    if need > made.max_bytes:
+        raise LimitError(f"{name}: one unit of it takes {need} bytes at once, max_bytes is {made.max_bytes}; allow at least {need}")
+    return made
+
+
+def only(made: Plan, keep: NDArray[np.bool_]) -> Plan:
+    """Return the plan of some of its copies."""
+    return replace(made, copies=made.copies.take(keep))

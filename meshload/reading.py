@@ -1,0 +1,159 @@
+"""Reading executes a plan: ranged reads with several threads, straight into the buffers where it can, under a memory ceiling.
+
+This is the only place that owns threads and staging memory on the way in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .array import Array
+from .planning import MAX_BYTES, Plan, Target, check_limit, plan_array
+from .scheduling import Chunk, Cut, Read, Schedule, Staged, Straight, boxes_of_cut
+from .source import Bytes, ByteSource, ChunkedSource
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes read so far and the bytes to read."""
+
+ALIGNMENT = 64
+"""What XLA's CPU backend wants of memory that it takes without a copy; also a cache line."""
+
+
+def read(plan: Plan, buffers: Mapping[int, Bytes], *, progress: Progress | None = None) -> None:
+    """Fill buffers, by target number, each with the bytes of its target. The first failure ends the rest and is raised."""
+    check_limit(plan)
+    schedule = plan.schedule
+    work = _Work(plan, buffers)
+    done, total = 0, schedule.nbytes
+    if progress:
+        progress(0, total)
+    with ThreadPoolExecutor(max_workers=schedule.threads, thread_name_prefix="meshload") as pool:
+        waiting: set[Future[int]] = set()
+        try:
+            for item in schedule:
+                waiting.add(pool.submit(work.do, item))
+                if len(waiting) >= 4 * schedule.threads:  # a queue short enough to stop soon after a failure
+                    finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    done = _advance(finished, done, total, progress)
+            while waiting:
+                finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                done = _advance(finished, done, total, progress)
+        except BaseException:
+            for future in waiting:
+                future.cancel()
+            raise
+
+
+def _advance(finished: set[Future[int]], done: int, total: int, progress: Progress | None) -> int:
+    done += sum(future.result() for future in finished)
+    if progress:
+        progress(done, total)
+    return done
+
+
+def buffers_for(plan: Plan) -> dict[int, Bytes]:
+    """Return memory for each target of a plan; zeros where it is padded."""
+    return {i: buffer_for(target) for i, target in enumerate(plan.targets)}
+
+
+def buffer_for(target: Target) -> Bytes:
+    """Return memory for a target, aligned to 64 bytes; zeros where the target is padded."""
+    raw = (np.empty if target.filled == target.size else np.zeros)(target.nbytes + ALIGNMENT, np.uint8)
+    skip = -raw.ctypes.data % ALIGNMENT
+    return raw[skip : skip + target.nbytes]
+
+
+def values_of(buffer: Bytes, target: Target) -> NDArray[Any]:
+    """Return a filled buffer as the values that its target means: a view, or new memory where a step applies."""
+    found = buffer.view(target.dtype).reshape(target.shape)
+    return target.step.apply(found) if target.step else found
+
+
+def read_array(array: Array, *, max_bytes: int = MAX_BYTES) -> NDArray[Any]:
+    """Read one array whole."""
+    made = plan_array(array, max_bytes=max_bytes)
+    buffer = buffer_for(made.targets[0])
+    read(made, {0: buffer})
+    return values_of(buffer, made.targets[0])
+
+
+def tensorstore_view(array: Array, *, max_bytes: int | None = None) -> Any:
+    """Return a read-only TensorStore whose reads are meshload's reads of exactly what is asked."""
+    import tensorstore
+
+    def fill(domain: Any, out: NDArray[Any], parameters: Any) -> None:
+        box = tuple(slice(int(d.inclusive_min), int(d.exclusive_max)) for d in domain)
+        out[...] = read_array(array[box], max_bytes=max_bytes or MAX_BYTES)
+
+    return tensorstore.virtual_chunked(
+        fill, dtype=tensorstore.dtype(array.dtype), domain=tensorstore.IndexDomain(shape=array.shape)
+    )
+
+
+class _Work:
+    """What the threads of one call share."""
+
+    def __init__(self, plan: Plan, buffers: Mapping[int, Bytes]) -> None:
+        self.sources = plan.sources
+        self.schedule: Schedule = plan.schedule
+        self.buffers = buffers
+        self.staging = threading.local()
+        staged = self.schedule.staged
+        self.staging_bytes = int(staged[:, 2].max()) if len(staged) else 0
+
+    def do(self, item: Read) -> int:
+        if isinstance(item, Straight):
+            out = self.buffers[item.target][item.target_offset : item.target_offset + item.length]
+            cast(ByteSource, self.sources[item.source]).read_into(item.start, out)
+            return item.length
+        if isinstance(item, Staged):
+            memory = self._staging()[: item.length]
+            cast(ByteSource, self.sources[item.source]).read_into(item.start, memory)
+            for row in self.schedule.cuts[item.cuts].tolist():
+                self._cut(Cut(*row), memory, item.start)
+            return item.length
+        return self._chunk(item)
+
+    def _staging(self) -> Bytes:
+        found: Bytes | None = getattr(self.staging, "memory", None)
+        if found is None:
+            found = self.staging.memory = np.empty(self.staging_bytes, np.uint8)
+        return found
+
+    def _chunk(self, item: Chunk) -> int:
+        source = cast(ChunkedSource, self.sources[item.source])
+        memory = source.read_chunk(item.k).reshape(-1).view(np.uint8)
+        copies, inner = self.schedule.copies, self.schedule.inner
+        for copy in item.copies.tolist():
+            runs = int(copies.shape[copy, : copies.shape.shape[1] - int(inner[copy])].prod())
+            self._cut(Cut(copy, 0, runs), memory, item.k * source.unit)
+        return item.nbytes
+
+    def _cut(self, cut: Cut, memory: Bytes, start: int) -> None:
+        copies = self.schedule.copies
+        word = _word(int(copies.itemsize[cut.copy]))
+        target = self.buffers[int(copies.target[cut.copy])]
+        for offset, to, shape, strides, target_strides in boxes_of_cut(copies, self.schedule.inner, cut):
+            here = np.ndarray(shape, word, memory, offset - start, strides)
+            there = np.ndarray(shape, word, target, to, target_strides)
+            there[...] = here
+
+
+def _word(itemsize: int) -> np.dtype[Any]:
+    return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype((np.void, itemsize))
+
+
+def fragments(plan: Plan) -> Iterator[tuple[str, int, int]]:
+    """Go through the reads of a plan as (file, start, length), for printing."""
+    for item in plan.schedule:
+        source = plan.sources[item.source]
+        if isinstance(item, Chunk):
+            yield source.name, item.k * source.unit, item.nbytes
+        else:
+            yield source.name, item.start, item.length
