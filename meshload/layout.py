@@ -204,6 +204,9 @@ class Local:
 
     def _blocks(self, dim: str) -> Extent:
         """Blocks of a run of elements: a rank has the blocks that its elements meet, where they count alike from its start."""
+        if dim.endswith("@"):
+            n = size_of_blocks(dim, self.sizes, self.joints)
+            return Extent(0, n, n)
         names, slashes, k = block_dims(dim)
         start, n, total = self._run([f for name in names for f in self._fine(name)])
         block, end = int(k), start + n
@@ -255,7 +258,7 @@ class Local:
 
 def block_dims(dim: str) -> tuple[list[str], str, str]:
     """Take `(heads head_dim)/128` apart into its dims, its slashes and its number."""
-    match = re.fullmatch(r"\(?([\w ]+)\)?(//?)(\d+)", dim)
+    match = re.fullmatch(r"\(?([\w ]+)\)?(//?)(\d+)@?", dim)
     if not match:
         raise LayoutError(f"{dim!r} counts blocks of something that is not a product of dims")
     return match[1].split(), match[2], match[3]

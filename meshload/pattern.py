@@ -2,7 +2,7 @@
 
 `(kv_heads (q group + k + v) head_dim) embed` is a fused QKV weight: `(a b)` is one stored dim, row-major; `(x a + y b)` lays parts
 x and y one after another, each with the dims that only it has; `vocab~` may be longer than the config says (padding); `embed/128`
-counts blocks of 128 and `embed//8` groups of 8 packed in one element. A closing `| * 2` is a per-element step from what is
+counts blocks of 128 (`embed/128@`: all of them on every rank) and `embed//8` groups of 8 packed in one element. A closing `| * 2` is a per-element step from what is
 stored to what is meant. The same pattern at a rank's local sizes is that rank's local tensor.
 """
 
@@ -43,10 +43,12 @@ class Blocks:
     of: Product
     count: int
     exact: bool
+    everywhere: bool = False
+    """Written `embed/128@`: every rank has all of them."""
 
     @property
     def name(self) -> str:
-        return f"{self.of}{'//' if self.exact else '/'}{self.count}"
+        return f"{self.of}{'//' if self.exact else '/'}{self.count}{'@' * self.everywhere}"
 
     def __str__(self) -> str:
         return self.name
@@ -116,7 +118,7 @@ def parse(text: str) -> Pattern:
     '(kv_heads (q group + k + v) head_dim) embed'
     """
     body, _, step = text.partition("|")
-    words = re.findall(r"//?\d+|[()+]|[A-Za-z_]\w*~?", body)
+    words = re.findall(r"//?\d+@?|[()+]|[A-Za-z_]\w*~?", body)
     if "".join(words) != re.sub(r"\s", "", body):
         raise ValueError(f"pattern {text!r} holds something that is no dim, bracket, plus or block")
     found, rest = _read_factors(words, 0)
@@ -325,6 +327,8 @@ class Line:
     condition: str | None = None
     optional: bool = False
     """Wanted where it is stored, not missed where it is not."""
+    only: frozenset[tuple[int, ...]] | None = None
+    """The counted indices at which it is, where the stored names decide: quantised arrays."""
 
     @property
     def counted(self) -> tuple[str, ...]:

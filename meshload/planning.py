@@ -7,6 +7,7 @@ A plan knows no meshes and no formats; it can be counted, printed and tested wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +31,8 @@ class Target:
     """Memory to be filled: one array's slice on one rank."""
 
     name: str
-    rank: int
+    ranks: tuple[int, ...]
+    """The ranks that hold it; several where one process serves devices that hold the same."""
     dtype: np.dtype[Any]
     shape: Shape
     whole: Shape
@@ -43,11 +45,13 @@ class Target:
     stored: str | None = None
 
     @property
+    def rank(self) -> int:
+        """The first of its ranks."""
+        return self.ranks[0]
+
+    @property
     def size(self) -> int:
-        n = 1
-        for extent in self.shape:
-            n *= extent
-        return n
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +182,7 @@ def plan(jobs: Iterable[Job], targets: Sequence[Target]) -> Copies:
 def plan_array(array: Array, *, max_bytes: int = MAX_BYTES, merge_gap: int | None = None) -> Plan:
     """Plan reading one array whole."""
     target = Target(
-        array.name, 0, array.dtype, array.shape, array.shape, Box((0,) * array.ndim, array.shape), array.size, array.step
+        array.name, (0,), array.dtype, array.shape, array.shape, Box((0,) * array.ndim, array.shape), array.size, array.step
     )
     wanted = piece(0, 0, array.shape, array.dtype.itemsize)
     copies = plan([Job(array.name, array.dtype.itemsize, wanted, array.pieces)], [target])

@@ -381,7 +381,8 @@ class ChunkedArray:
 
     @cached_property
     def unit(self) -> int:
-        return math.prod(self.chunk) * int(self.store.dtype.numpy_dtype.itemsize)
+        """The size of a decoded chunk, and at least 2: a unit of 1 would say that bytes can be read (a chunk of one bool)."""
+        return max(2, math.prod(self.chunk) * int(self.store.dtype.numpy_dtype.itemsize))
 
     @property
     def size(self) -> int:

@@ -1,0 +1,122 @@
+"""A framework turns filled buffers into its tensors, and its meshes and shardings into boxes.
+
+Frameworks are found as entry points of the group `meshload.frameworks`. They move no payload themselves: the core has read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .box import Box, Shape
+from .errors import LayoutError
+from .mesh import Axes, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A running group of processes."""
+
+    rank: int
+    size: int
+    per_node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One rank's values of an array, in row-major memory of their own."""
+
+    rank: int
+    box: Box | None
+    """Where they lie in the whole array, as its naming shows it; None where that is no single box."""
+    values: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a `like` wants under one name."""
+
+    shape: Shape
+    """Of the whole array where `slices` is given, else of this rank's tensor."""
+    dtype: np.dtype[Any] | None
+    slices: tuple[tuple[int, tuple[Box, ...]], ...] | None = None
+    """Ranks of this process with the boxes that each holds, in order; None where the layout decides."""
+    key: Any = None
+    """What the framework needs to place it: its own sharding object."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a framework is to hold an array."""
+
+    shape: Shape
+    """Of the whole array."""
+    mesh: Any = None
+    """The framework's own mesh, where the array is to span it."""
+    axes: tuple[Axes, ...] = ()
+    """Mesh axes per dim of the whole array."""
+    at: Mapping[str, int] = field(default_factory=dict)
+    """Places on mesh axes outside of which nothing of the array is held (a pipeline stage, an expert's ranks)."""
+    key: Any = None
+    """The framework's own sharding, where the caller gave one."""
+    device: Any = None
+
+
+class Framework(Protocol):
+    """What a framework adapter provides. Its entry point names a class whose instances need no arguments."""
+
+    @property
+    def name(self) -> str:
+        """The word for `into=`."""
+
+    @property
+    def spans(self) -> bool:
+        """Whether its tensors are whole arrays that span the ranks of a mesh, rather than one rank's slices."""
+
+    def owns(self, thing: Any) -> bool:
+        """Say whether a mesh or a `like` is made of this framework; imports nothing."""
+
+    def mesh(self, mesh: Any) -> Mesh:
+        """Return its mesh as names and sizes."""
+
+    def ranks(self, mesh: Any) -> tuple[int, ...]:
+        """Return this process's ranks in its mesh."""
+
+    def world(self) -> World | None:
+        """Return the process group that runs, or None; imports nothing."""
+
+    def wishes(self, like: Any) -> dict[str, Wish]:
+        """Return what a `like` wants, by name."""
+
+    def like(self, like: Any, tensors: Mapping[str, Any]) -> Any:
+        """Return the tensors as what `like` is."""
+
+    def tensor(self, slices: Sequence[Slice], placement: Placement) -> Any:
+        """Return a tensor of this process's slices, without a copy where the library allows it."""
+
+    def dtype(self, dtype: Any) -> np.dtype[Any] | None:
+        """Return a dtype of this framework as NumPy's; None for what is not its own."""
+
+
+def installed() -> dict[str, Framework]:
+    """Return the installed frameworks by name."""
+    return {point.name: point.load()() for point in entry_points(group="meshload.frameworks")}
+
+
+def framework_of(into: str | None, *things: Any) -> Framework:
+    """Return the framework by name, or the one that owns one of the things, else torch."""
+    known = installed()
+    if into is not None:
+        if into not in known:
+            raise LayoutError(f"there is no framework {into!r}; installed are: {', '.join(sorted(known))}")
+        return known[into]
+    for thing in things:
+        for framework in known.values():
+            if thing is not None and framework.owns(thing):
+                return framework
+    return known["torch"]

@@ -1,0 +1,477 @@
+"""A naming shows the parts of a model under its own names and shapes; this module joins namings through their parts.
+
+A stored array is taken apart by its table's pattern, a wanted array is laid out by its own; where both meet are the parts, in
+elementary dims. So no table is ever inverted, and a layout's local tensor is the same pattern at local sizes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+
+from .array import Array, Step
+from .box import Shape
+from .checkpoint import Checkpoint
+from .errors import LayoutError, listing
+from .expression import evaluate, needed
+from .layout import Extent, Layout, size_of_blocks
+from .mesh import Mesh
+from .pattern import Line, Namer, Pattern, Table, find, fuse, parse_table, refined, shown_shape
+from .pieces import Pieces, stacked, union
+from .quantised import Method, parse_method, with_companions
+
+CANONICAL = "hf"
+
+
+@lru_cache(maxsize=1)
+def namings() -> dict[str, tuple[Table, ...]]:
+    """Return the installed tables per naming."""
+    found: dict[str, tuple[Table, ...]] = {}
+    for point in entry_points(group="meshload.models"):
+        if point.name != "quantised":
+            found[point.name] = tuple(parse_table(text) for text in point.load())
+    return found
+
+
+def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the keys of its `text_config` on top, as multimodal models nest them."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, Mapping) else dict(config)
+
+
+def family_of(config: Mapping[str, Any] | None) -> str | None:
+    """Return a config's `model_type`, that of its `text_config` where only that one has tables."""
+    if config is None:
+        return None
+    served = {f for tables in namings().values() for t in tables for f in t.families}
+    nested = config.get("text_config")
+    types = [config.get("model_type"), nested.get("model_type") if isinstance(nested, Mapping) else None]
+    return next((t for t in types if t in served), types[0] if isinstance(types[0], str) else None)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model family in one naming: its table at the sizes that a config gives."""
+
+    naming: str
+    family: str
+    table: Table
+    config: Mapping[str, Any]
+    joints: Mapping[str, tuple[str, ...]]
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Dim -> size, as far as the config tells."""
+        return self.table.sizes_at(self.config)
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """What conditions and steps may name."""
+        return {**self.config, **self.sizes}
+
+    def pattern(self, line: Line) -> Pattern:
+        """Return a line's pattern in elementary dims."""
+        return refined(line.pattern, self.joints)
+
+    def size(self, part: str, dim: str) -> int:
+        """Return the size of a dim in the whole model, or ask for it."""
+        if "/" in dim:
+            return size_of_blocks(dim, self.sizes, self.joints)
+        if dim not in self.sizes:
+            raise LayoutError(
+                f"{self.family} ({self.naming}): the size of {self.table.needs(dim)} is not in the config; give it in config="
+            )
+        return self.sizes[dim]
+
+    def holds(self, line: Line, index: Sequence[int]) -> bool:
+        """Say whether the model has a line's array at these counted dims."""
+        if line.only is not None and tuple(index) not in line.only:
+            return False
+        if line.condition is None:
+            return True
+        return bool(evaluate(line.condition, {**self.values, **dict(zip(line.counted, index, strict=True))}))
+
+    def indices(self, line: Line, over: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
+        """Return the counted dims' indices at which the model has a line's array, out of those given per dim."""
+        combinations: Iterable[tuple[int, ...]] = itertools.product(*(over[d] for d in line.counted))
+        if line.only is not None:
+            combinations = [index for index in combinations if index in line.only]
+        if line.condition is None:
+            return list(combinations)
+        if not set(needed(line.condition)) & set(line.counted):
+            return list(combinations) if self.holds(line, [0] * len(line.counted)) else []
+        return [index for index in combinations if self.holds(line, index)]
+
+    def whole_shape(self, line: Line) -> Shape:
+        """Return the shape of a line's arrays in the whole model."""
+        return shown_shape(self.pattern(line), line.parts, self.size)
+
+    def arrays(self) -> Iterator[tuple[str, Line, tuple[int, ...]]]:
+        """Go through the model's arrays: name, line and counted dims."""
+        for line in self.table.lines:
+            yield from self.arrays_of(line)
+
+    def arrays_of(self, line: Line) -> Iterator[tuple[str, Line, tuple[int, ...]]]:
+        """Go through the arrays of one line."""
+        over = {d: range(self.size(line.parts[0], d)) for d in line.counted}
+        for index in self.indices(line, over):
+            yield rename(line, index), line, index
+
+    def places(self, line: Line, index: Sequence[int], layout: Layout, mesh: Mesh) -> dict[str, int]:
+        """Return the places on mesh axes outside of which a layout holds nothing of an array: its stage, its experts' ranks."""
+        where = dict(zip(line.counted, index, strict=True))
+        found: dict[str, int] = {}
+        for dim in ("layer", "expert") if line.where == "layers" else ("layer",):
+            axes = layout.cutting(dim, mesh)
+            if not axes or (line.where == "layers" and dim not in where):
+                continue
+            for rank in range(mesh.size):
+                local = layout.at(mesh, rank, self.sizes, self.joints)
+                if line.where == "layers":
+                    extent = local.layers if dim == "layer" else _run(local.extent(dim))
+                    here = where[dim] in extent
+                else:
+                    here = local.is_first if line.where == "first" else local.is_last
+                if here:
+                    found.update({a: mesh.coordinates(rank)[a] for a in axes})
+                    break
+        return found
+
+    @cached_property
+    def ties(self) -> dict[str, str]:
+        """Alias -> name, of the weights that the config ties."""
+        return {
+            alias: name
+            for alias, name, condition in self.table.ties
+            if condition is None or bool(evaluate(condition, self.values))
+        }
+
+    @cached_property
+    def untied(self) -> dict[str, str]:
+        """Alias -> the condition that the config does not fulfil."""
+        return {alias: c for alias, _, c in self.table.ties if c is not None and alias not in self.ties}
+
+
+def model_of(
+    naming: str, config: Mapping[str, Any] | None, *, names: Iterable[str] = ()
+) -> Model | None:
+    """Return the model that a naming's tables and a config mean, or None where no table fits.
+
+    Joint dims of all the family's tables are refined alike, so that parts of different namings meet. Quantised arrays that
+    stand among `names` (a mapping to arrays) in place of or beside a weight get lines of their own.
+    """
+    family = family_of(config)
+    if config is None or family is None or naming not in namings():
+        return None
+    table = next((t for t in namings()[naming] if family in t.families), None)
+    if table is None:
+        return None
+    joints: dict[str, tuple[str, ...]] = {}
+    sizes: dict[str, str] = {}
+    for tables in namings().values():
+        for other in tables:
+            if family in other.families:
+                joints.update(other.joints)
+                sizes.update(other.sizes)
+    flat = flattened(config)
+    table = replace(table, sizes={**sizes, **table.sizes, "one": "1"})
+    model = Model(naming, family, table, flat, joints)
+    quantisation = flat.get("quantization_config")
+    if not isinstance(quantisation, Mapping) or not isinstance(names, Mapping):
+        return model
+    where = {line.name: [i for n, _, i in model.arrays_of(line)] for line in table.lines}
+    lines = with_companions(table.lines, where, methods(), quantisation, names)
+    return Model(naming, family, replace(table, lines=lines), flat, joints)
+
+
+@lru_cache(maxsize=1)
+def methods() -> tuple[Method, ...]:
+    """Return the installed methods of quantisation."""
+    points = entry_points(group="meshload.models", name="quantised")
+    return tuple(parse_method(text) for point in points for text in point.load())
+
+
+def _run(extent: Extent) -> range:
+    return range(extent.start, extent.start + extent.count)
+
+
+def rename(line: Line, index: Sequence[int]) -> str:
+    """Return the name of a line's array at these counted dims."""
+    return line.name.format(**dict(zip(line.counted, index, strict=True)))
+
+
+# --- what is stored ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A part as it is stored: its dims, and its pieces per dtype (and stored dtype name, and step)."""
+
+    dims: tuple[str, ...]
+    groups: dict[tuple[np.dtype[Any], str | None, Step | None], Pieces] = field(default_factory=dict)
+    at: dict[tuple[str, ...], dict[tuple[int, ...], tuple[np.dtype[Any], str | None, Step | None]]] = field(default_factory=dict)
+    """Counted dims -> index -> the group that it is in."""
+
+    def kind(self, counted: Sequence[str], index: Sequence[int]) -> tuple[np.dtype[Any], str | None, Step | None] | None:
+        """Return the dtype, its stored name and the step of what is stored at an index; None where nothing is."""
+        if len(self.groups) == 1:
+            return next(iter(self.groups))
+        where = dict(zip(counted, index, strict=True))
+        for dims, kinds in self.at.items():
+            if all(d in where for d in dims):
+                found = kinds.get(tuple(where[d] for d in dims))
+                if found is not None:
+                    return found
+        if all(all(d in where for d in dims) for dims in self.at):
+            return None
+        raise LayoutError(f"a part is stored in several dtypes ({listing(str(d) for d, _, _ in self.groups)}) that one array cannot hold")
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A checkpoint taken apart: its parts, and what belongs to none."""
+
+    parts: Mapping[str, Stored]
+    unexpected: tuple[str, ...]
+    names: Mapping[str, str]
+    """Table name -> the name in the checkpoint."""
+
+
+def take_apart(model: Model, arrays: Mapping[str, Array]) -> Inventory:
+    """Find the parts of a model in stored arrays."""
+    namer = Namer(model.table)
+    by_line: dict[int, list[tuple[tuple[int, ...], Array]]] = {}
+    lines: dict[int, Line] = {}
+    unexpected, names = [], {}
+    for name, array in arrays.items():
+        found = _located(namer, model.table, name)
+        if found is None or not model.holds(*found):
+            if not any(fnmatch.fnmatchcase(name, glob) for glob in model.table.ignored):
+                unexpected.append(name)
+            continue
+        line, index = found
+        canonical = rename(line, index)
+        if canonical in names:
+            raise LayoutError(f"{name} and {names[canonical]} are the same array of the model: {canonical}")
+        names[canonical] = name
+        lines[id(line)] = line
+        by_line.setdefault(id(line), []).append((index, array))
+    parts: dict[str, Stored] = {}
+    for key, entries in by_line.items():
+        _add(model, lines[key], entries, parts)
+    return Inventory(parts, tuple(unexpected), names)
+
+
+def _located(namer: Namer, table: Table, name: str) -> tuple[Line, tuple[int, ...]] | None:
+    found = namer.find(name)
+    for prefix in table.prefixes:
+        if found is None:
+            found = namer.find(prefix + name)
+        if found is None and name.startswith(prefix):
+            found = namer.find(name.removeprefix(prefix))
+    return found
+
+
+def _add(model: Model, line: Line, entries: Sequence[tuple[tuple[int, ...], Array]], parts: dict[str, Stored]) -> None:
+    pattern = model.pattern(line)
+    expected = model.whole_shape(line)
+    step = pattern.step_at(model.values)
+    groups: dict[tuple[Any, ...], list[tuple[tuple[int, ...], Array]]] = {}
+    for index, array in entries:
+        _check_shape(model, line, pattern, expected, array)
+        for dim, i in zip(line.counted, index, strict=True):
+            if i >= model.size(line.parts[0], dim):
+                raise LayoutError(
+                    f"{array.name}: {dim} {i} is beyond the config's {model.size(line.parts[0], dim)} ({model.table.needs(dim)})"
+                )
+        groups.setdefault((array.dtype, array.stored, step, array.shape), []).append((index, array))
+    for (dtype, stored, step_, shape), members in groups.items():
+        rows = stacked([a.pieces for _, a in members], np.asarray([i for i, _ in members], np.int64).reshape(len(members), -1))
+        kind = (dtype, stored, step_)
+        for part in line.parts:
+            pieces = find(pattern, part, rows, len(line.counted), shape, model.size)
+            dims = (*line.counted, *pattern.dims_of(part))
+            there = parts.setdefault(part, Stored(dims))
+            if set(there.dims) != set(dims):
+                raise LayoutError(f"{line.name}: {part} has dims {dims} here and {there.dims} elsewhere")
+            pieces = pieces.transpose([dims.index(d) for d in there.dims])
+            there.groups[kind] = union([there.groups[kind], pieces]) if kind in there.groups else pieces
+            there.at.setdefault(line.counted, {}).update({index: kind for index, _ in members})
+
+
+def _check_shape(model: Model, line: Line, pattern: Pattern, expected: Shape, array: Array) -> None:
+    if array.shape == expected:
+        return
+    padded = [len(p.factors) == 1 and getattr(p.factors[0], "padded", False) for p in pattern.dims]
+    if len(array.shape) != len(expected) or any(
+        found != n and not (pad and found > n) for found, n, pad in zip(array.shape, expected, padded, strict=True)
+    ):
+        leaves = {d for part in line.parts for d in pattern.dims_of(part)}
+        sizes = ", ".join(f"{d} {model.size(line.parts[0], d)}" for d in sorted(leaves))
+        raise LayoutError(
+            f"{array.name}: its shape is {array.shape}; {model.family}'s config gives {expected} ({line.pattern}: {sizes}); "
+            f"one of the two is wrong"
+        )
+
+
+# --- showing ----------------------------------------------------------------------------------------------------------
+
+
+def shown(model: Model, inventory: Inventory, like: Checkpoint) -> Checkpoint:
+    """Return the arrays of a checkpoint under another naming, lazily."""
+    arrays: dict[str, Array] = {}
+    for line in model.table.lines:
+        if not all(part in inventory.parts for part in line.parts):
+            continue
+        pattern, shape = model.pattern(line), model.whole_shape(line)
+        over = {d: range(model.size(line.parts[0], d)) for d in line.counted}
+        for index in model.indices(line, over):
+            made = _shown_array(model, line, pattern, shape, index, inventory)
+            if made is not None:
+                arrays[made.name] = made
+    aliases = {a: n for a, n in model.ties.items() if n in arrays and a not in arrays}
+    return replace(like, arrays=arrays, aliases=aliases, names=model.naming)
+
+
+def _shown_array(
+    model: Model, line: Line, pattern: Pattern, shape: Shape, index: tuple[int, ...], inventory: Inventory
+) -> Array | None:
+    tables: dict[str, Pieces] = {}
+    kinds = set()
+    for part in line.parts:
+        stored = inventory.parts[part]
+        kind = stored.kind(line.counted, index)
+        if kind is None:
+            return None
+        kinds.add(kind)
+        pieces, dims = stored.groups[kind], list(stored.dims)
+        for dim, i in zip(line.counted, index, strict=True):
+            pieces = pieces.index(dims.index(dim), i)
+            dims.remove(dim)
+        tables[part] = pieces.transpose([dims.index(d) for d in pattern.dims_of(part)])
+    if not any(len(t) for t in tables.values()) and 0 not in shape:
+        return None
+    if len(kinds) != 1:
+        raise LayoutError(f"{rename(line, index)}: its parts are stored in different dtypes or with different steps")
+    dtype, stored_as, step = kinds.pop()
+    back = pattern.step_at(model.values)
+    pieces = fuse(pattern, tables, 0, model.size)
+    return Array(rename(line, index), dtype, shape, pieces, stored_as, between(step, back))
+
+
+def between(stored: Step | None, wanted: Step | None) -> Step | None:
+    """Return the step from stored values to those of another naming."""
+    if stored == wanted:
+        return None
+    if wanted is None:
+        return stored
+    if stored is None:
+        return wanted.inverse
+    raise LayoutError(f"a step from {stored} to {wanted} would round twice; restore to the canonical names first")
+
+
+def moment_step(kind: str, step: Step | None) -> Step | None:
+    """Return the step of an optimizer array, from that of its weight: moments scale inversely, and do not shift."""
+    if step is None or kind == "master":
+        return step
+    if step.operator in "+-":
+        return None
+    power = {"exp_avg": 1, "momentum": 1, "exp_avg_sq": 2}.get(kind)
+    if power is None:
+        raise LayoutError(f"optimizer array {kind!r}: how it scales with its weight ({step}) is not known")
+    return Step(step.inverse.operator, step.number**power)
+
+
+# --- wrappers ---------------------------------------------------------------------------------------------------------
+
+WRAPPERS = ("_orig_mod", "_forward_module")
+
+
+def unwrapped(names: Iterable[str]) -> dict[str, str]:
+    """Return names without what torch.compile, DDP and engines wrap around modules: new name -> stored name.
+
+    `_orig_mod` and `_forward_module` are dropped wherever they stand; a leading `module` where every name has it.
+    """
+    stored = list(names)
+    bare = [[s for s in name.split(".") if s not in WRAPPERS] for name in stored]
+    while bare and all(len(segments) > 1 and segments[0] == "module" for segments in bare):
+        bare = [segments[1:] for segments in bare]
+    found: dict[str, str] = {}
+    for name, segments in zip(stored, bare, strict=True):
+        short = ".".join(segments)
+        if short in found:
+            raise LayoutError(f"{found[short]} and {name} are both {short} without their wrappers; exclude one of them")
+        found[short] = name
+    return found
+
+
+def chosen(names: Iterable[str], include: Sequence[str] | str | None, exclude: Sequence[str] | str | None) -> Iterator[str]:
+    """Go through the names that `include` globs match and `exclude` globs do not."""
+    wanted = [include] if isinstance(include, str) else include
+    unwanted = [exclude] if isinstance(exclude, str) else exclude or ()
+    for name in names:
+        if wanted is not None and not any(fnmatch.fnmatchcase(name, glob) for glob in wanted):
+            continue
+        if not any(fnmatch.fnmatchcase(name, glob) for glob in unwanted):
+            yield name
+
+
+# --- which naming ------------------------------------------------------------------------------------------------------
+
+
+def naming_of(names: Iterable[str], config: Mapping[str, Any] | None) -> str | None:
+    """Return the naming whose table knows the most of these names, or None where none knows any; canonical before others."""
+    family = family_of(config)
+    stored = list(names)
+    best, count = None, 0
+    for naming in sorted(namings(), key=lambda n: (n != CANONICAL, n)):
+        for table in namings()[naming]:
+            if family in table.families:
+                namer = Namer(table)
+                known = sum(_located(namer, table, name) is not None for name in stored)
+                if known > count:
+                    best, count = naming, known
+    return best
+
+
+def located(model: Model, names: Iterable[str]) -> dict[str, tuple[Line, tuple[int, ...]]]:
+    """Return the line and the counted dims of each name that a model's table knows."""
+    namer = Namer(model.table)
+    found = {}
+    for name in names:
+        line = _located(namer, model.table, name)
+        if line is not None:
+            found[name] = line
+    return found
+
+
+def tied(model: Model, inventory: Inventory) -> Inventory:
+    """Return an inventory in which a tied part that is not stored is the one that it is tied to."""
+    parts = dict(inventory.parts)
+    by_name = {line.name: line for line in model.table.lines}
+    for alias, name in model.ties.items():
+        if alias in by_name and name in by_name:
+            for a, b in zip(by_name[alias].parts, by_name[name].parts, strict=True):
+                if a not in parts and b in parts:
+                    parts[a] = parts[b]
+                elif b not in parts and a in parts:
+                    parts[b] = parts[a]
+    return replace(inventory, parts=parts)
+
+
+def contradiction(told: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Return where two configs differ in what tables read of them."""
+    keys = {"model_type"}
+    for tables in namings().values():
+        for table in tables:
+            for text in (*table.sizes.values(), *(line.condition for line in table.lines if line.condition)):
+                keys |= set(needed(text))
+    one, other = flattened(told), flattened(given)
+    return [f"{k} is {one[k]!r} and {other[k]!r}" for k in sorted(keys) if k in one and k in other and one[k] != other[k]]

@@ -1,0 +1,368 @@
+"""What is wanted: which slices of which arrays a rank holds, as targets in memory and the jobs that fill them.
+
+Two ways lead here. With a model table and a layout, a rank's tensor is the array's pattern at the rank's local sizes. With boxes
+of an array as its naming shows it (a JAX sharding, DTensor placements, a dict of name patterns) the rows mean themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .array import Array, Step
+from .box import Box, Shape, row_major, whole
+from .errors import LayoutError
+from .layout import Layout, Local
+from .mesh import Mesh, Sharding
+from .naming import Inventory, Model, Stored, between, rename
+from .pattern import Line, Pattern, find, shown_shape
+from .pieces import Ints, Pieces, table, union
+from .planning import Job, Target, Targets
+
+Kind = tuple[np.dtype[Any], str | None, Step | None]
+Slices = tuple[tuple[int, tuple[Box, ...]], ...]
+"""Ranks with the boxes that each holds."""
+
+
+@dataclass
+class Wanted:
+    """Targets and jobs while they are collected."""
+
+    targets: Targets = field(default_factory=Targets)
+    aliases: list[tuple[str, int]] = field(default_factory=list)
+    missing: dict[str, int] = field(default_factory=dict)
+    """Wanted names that are stored nowhere -> a rank that wants them."""
+    notes: list[str] = field(default_factory=list)
+    _tables: dict[tuple[str, int, int], list[Pieces]] = field(default_factory=dict)
+    _stored: dict[tuple[str, int, int], Pieces] = field(default_factory=dict)
+    _held: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+    def jobs(self) -> Iterator[Job]:
+        """Return the joins that fill the targets."""
+        for key, tables in self._tables.items():
+            label, _, itemsize = key
+            yield Job(label, itemsize, union(tables), self._stored[key])
+
+    def add(self, label: str, itemsize: int, wanted: Pieces, stored: Pieces) -> None:
+        """Want some pieces of what is stored, both in the same dims."""
+        key = (label, id(stored.source), itemsize)
+        self._stored[key] = stored
+        self._tables.setdefault(key, []).append(wanted)
+
+
+class _Block(Sequence[Target]):
+    """The targets of one line on one rank: alike but for their names."""
+
+    def __init__(self, model: Target, line: Line, indices: Sequence[tuple[int, ...]], prefix: str) -> None:
+        self.model, self.line, self.indices, self.prefix = model, line, indices, prefix
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, i: Any) -> Any:
+        m = self.model
+        name = self.prefix + rename(self.line, self.indices[i])
+        return Target(name, m.ranks, m.dtype, m.shape, m.whole, m.box, m.filled, m.step, m.stored)
+
+
+class _Ranks(Sequence[Target]):
+    """The targets of one array on many ranks."""
+
+    def __init__(self, array: Array, name: str, ranks: Ints, start: Ints, shape: Ints) -> None:
+        self.array, self.name, self.ranks, self.start, self.shape = array, name, ranks, start, shape
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __getitem__(self, i: Any) -> Any:
+        shape = tuple(self.shape[i].tolist())
+        box = Box(tuple(self.start[i].tolist()), shape)
+        a = self.array
+        return Target(self.name, (int(self.ranks[i]),), a.dtype, shape, a.shape, box, box.size, a.step, a.stored)
+
+
+# --- by table and layout ----------------------------------------------------------------------------------------------
+
+
+def want_lines(
+    wanted: Wanted,
+    model: Model,
+    inventory: Inventory,
+    layout: Layout,
+    mesh: Mesh,
+    ranks: Iterable[int],
+    keep: Callable[[str], bool],
+    *,
+    prefix: str = "",
+    step_of: Callable[[Step | None], Step | None] = lambda step: step,
+) -> None:
+    """Want every array of a model that `keep` admits, as a layout gives it to each rank."""
+    for rank in ranks:
+        local = layout.at(mesh, rank, model.sizes, model.joints)
+        for line in model.table.lines:
+            if (line.where == "first" and not local.is_first) or (line.where == "last" and not local.is_last):
+                continue
+            over = {d: _counted(local, d) for d in line.counted}
+            indices = [index for index in model.indices(line, over) if keep(rename(line, index))]
+            _want_line(wanted, model, inventory, line, local, indices, prefix, step_of)
+
+
+def _counted(local: Local, dim: str) -> Sequence[int]:
+    if dim == "layer":
+        return local.layers
+    extent = local.extent(dim)
+    return range(extent.start, extent.start + extent.count)
+
+
+def _want_line(
+    wanted: Wanted,
+    model: Model,
+    inventory: Inventory,
+    line: Line,
+    local: Local,
+    indices: Sequence[tuple[int, ...]],
+    prefix: str,
+    step_of: Callable[[Step | None], Step | None],
+) -> None:
+    pattern = model.pattern(line)
+    for kind, members in _by_kind(wanted, inventory, line, indices, local.rank).items():
+        held = shown_shape(pattern, line.parts, lambda _, d: local.extent(d).held)
+        start, stop = local.rows(held[0]) if held else (0, 0)
+        shape = (stop - start, *held[1:]) if held else held
+        tie = (tuple(id(inventory.parts[p]) for p in line.parts), tuple(members), local.rank, prefix, shape, start)
+        if tie in wanted._held:
+            first = wanted._held[tie]
+            wanted.aliases += [(prefix + rename(line, index), first + i) for i, index in enumerate(members)]
+            continue
+        first = len(wanted.targets)
+        memory = _memory(first, members, [((start, *(0,) * (len(held) - 1)) if held else (), shape)], shape, kind[0].itemsize)
+        filled = 0
+        for part in line.parts:
+            pieces = find(pattern, part, memory, len(line.counted), held, lambda _, d: local.extent(d).count)
+            dims = line_dims(line, pattern, part)
+            at = [0 if i < len(line.counted) else local.extent(d).start for i, d in enumerate(dims)]
+            filled += int(pieces.sizes.sum()) // max(len(members), 1)
+            stored = inventory.parts[part]
+            pieces = pieces.place(at).transpose([dims.index(d) for d in stored.dims])
+            wanted.add(line.name, kind[0].itemsize, pieces, stored.groups[_same(stored, kind)])
+        step = step_of(between(kind[2], pattern.step_at(model.values)))
+        sample = Target("", (local.rank,), kind[0], shape, model.whole_shape(line), None, filled, step, kind[1])
+        wanted._held[tie] = wanted.targets.add(_Block(sample, line, members, prefix))
+
+
+def line_dims(line: Line, pattern: Pattern, part: str) -> list[str]:
+    """Return the dims of a part in a refined line: the counted ones, then those of the pattern."""
+    return [*line.counted, *pattern.dims_of(part)]
+
+
+def _same(stored: Stored, kind: Kind) -> Kind:
+    return kind if kind in stored.groups else next(k for k in stored.groups if k[:2] == kind[:2])
+
+
+def _by_kind(
+    wanted: Wanted, inventory: Inventory, line: Line, indices: Sequence[tuple[int, ...]], rank: int
+) -> dict[Kind, list[tuple[int, ...]]]:
+    """Group the indices at which a line's parts are stored by what they are stored as; note those that are missing."""
+    found: dict[Kind, list[tuple[int, ...]]] = {}
+    stored = [inventory.parts.get(part) for part in line.parts]
+    for index in indices:
+        kinds = {s.kind(line.counted, index) if s else None for s in stored}
+        if None in kinds:
+            if not line.optional:
+                wanted.missing.setdefault(rename(line, index), rank)
+        elif len(kinds) > 1:
+            raise LayoutError(f"{rename(line, index)}: its parts are stored in different dtypes or with different steps")
+        else:
+            found.setdefault(next(k for k in kinds if k), []).append(index)
+    return found
+
+
+def _memory(
+    first: int, indices: Sequence[tuple[int, ...]], boxes: Sequence[tuple[Shape, Shape]], local: Shape, itemsize: int
+) -> Pieces:
+    """Return the pieces of `len(indices)` tensors of local shape `local`, each holding `boxes` of the array, in order."""
+    n, k, ndim = len(indices), len(indices[0]) if indices else 0, len(local)
+    strides = row_major(local, itemsize)
+    skips = _skips([Box(start, shape) for start, shape in boxes], strides)
+    m = len(boxes)
+    lead = np.repeat(np.asarray(indices, np.int64).reshape(n, k), m, axis=0)
+    start = np.tile(np.asarray([b[0] for b in boxes], np.int64).reshape(m, ndim), (n, 1))
+    shape = np.tile(np.asarray([b[1] for b in boxes], np.int64).reshape(m, ndim), (n, 1))
+    step = np.tile(np.asarray(strides, np.int64).reshape(1, ndim), (n * m, 1))
+    return table(
+        (),
+        np.repeat(np.arange(first, first + n), m),
+        np.tile(np.asarray(skips, np.int64), n),
+        np.concatenate([lead, start], axis=1),
+        np.concatenate([np.ones_like(lead), shape], axis=1),
+        np.concatenate([np.zeros_like(lead), step], axis=1),
+    )
+
+
+def _skips(boxes: Sequence[Box], strides: Shape) -> list[int]:
+    """Return the byte offset of each box in a local array that holds their runs, dim by dim, one after another."""
+    at: list[dict[int, int]] = []
+    for d in range(len(strides)):
+        places: dict[int, int] = {}
+        held = 0
+        for box in boxes:
+            if box.start[d] not in places:
+                places[box.start[d]] = held
+                held += box.shape[d]
+        at.append(places)
+    return [sum(at[d][box.start[d]] * strides[d] for d in range(len(strides))) for box in boxes]
+
+
+def local_shape(boxes: Sequence[Box]) -> Shape:
+    """Return the shape of the local array that holds these boxes.
+
+    >>> local_shape([Box((0, 0), (2, 3)), Box((4, 0), (2, 3))])
+    (4, 3)
+    """
+    ndim = len(boxes[0].shape)
+    return tuple(sum({box.start[d]: box.shape[d] for box in boxes}.values()) for d in range(ndim))
+
+
+# --- by boxes of the shown arrays -------------------------------------------------------------------------------------
+
+
+def want_boxes(
+    wanted: Wanted,
+    model: Model | None,
+    inventory: Inventory | None,
+    lines: Mapping[str, tuple[Line, tuple[int, ...]]],
+    arrays: Mapping[str, Array],
+    slices: Mapping[str, Slices],
+    *,
+    prefix: str = "",
+    step_of: Callable[[Step | None], Step | None] = lambda step: step,
+) -> None:
+    """Want boxes of arrays as their naming shows them: those in `lines` through their parts, the others as they are stored."""
+    groups: dict[tuple[int, Slices], list[tuple[int, ...]]] = {}
+    by_id: dict[int, Line] = {}
+    for name, held in slices.items():
+        if name in lines and model is not None and inventory is not None:
+            line, index = lines[name]
+            by_id[id(line)] = line
+            groups.setdefault((id(line), held), []).append(index)
+        else:
+            _want_array(wanted, arrays, name, held, prefix)
+    for (key, held), indices in groups.items():
+        assert model is not None
+        assert inventory is not None
+        _want_line_boxes(wanted, model, inventory, by_id[key], held, indices, prefix, step_of)
+
+
+def _want_array(wanted: Wanted, arrays: Mapping[str, Array], name: str, held: Slices, prefix: str) -> None:
+    array = arrays.get(name)
+    if array is None:
+        wanted.missing.setdefault(name, held[0][0] if held else 0)
+        return
+    for ranks, boxes in _by_boxes(held):
+        shape = local_shape(boxes)
+        box = boxes[0] if len(boxes) == 1 else None
+        target = Target(
+            prefix + name, ranks, array.dtype, shape, array.shape, box, math.prod(shape), array.step, array.stored
+        )
+        memory = _memory(len(wanted.targets), [()], [(b.start, b.shape) for b in boxes], shape, array.dtype.itemsize)
+        wanted.targets.add([target])
+        wanted.add(name, array.dtype.itemsize, memory, array.pieces)
+
+
+def _want_line_boxes(
+    wanted: Wanted,
+    model: Model,
+    inventory: Inventory,
+    line: Line,
+    held: Slices,
+    indices: Sequence[tuple[int, ...]],
+    prefix: str,
+    step_of: Callable[[Step | None], Step | None],
+) -> None:
+    pattern, full = model.pattern(line), model.whole_shape(line)
+    for kind, members in _by_kind(wanted, inventory, line, indices, held[0][0] if held else 0).items():
+        for ranks, boxes in _by_boxes(held):
+            shape = local_shape(boxes)
+            tie = (tuple(id(inventory.parts[p]) for p in line.parts), tuple(members), ranks, prefix, boxes)
+            if tie in wanted._held:
+                first = wanted._held[tie]
+                wanted.aliases += [(prefix + rename(line, index), first + i) for i, index in enumerate(members)]
+                continue
+            memory = _memory(len(wanted.targets), members, [(b.start, b.shape) for b in boxes], shape, kind[0].itemsize)
+            filled = 0
+            for part in line.parts:
+                pieces = find(pattern, part, memory, len(line.counted), full, model.size)
+                filled += int(pieces.sizes.sum()) // len(members)
+                stored = inventory.parts[part]
+                dims = line_dims(line, pattern, part)
+                pieces = pieces.transpose([dims.index(d) for d in stored.dims])
+                wanted.add(line.name, kind[0].itemsize, pieces, stored.groups[_same(stored, kind)])
+            step = step_of(between(kind[2], pattern.step_at(model.values)))
+            box = boxes[0] if len(boxes) == 1 else None
+            sample = Target("", ranks, kind[0], shape, full, box, filled, step, kind[1])
+            wanted._held[tie] = wanted.targets.add(_Block(sample, line, members, prefix))
+
+
+def _by_boxes(held: Slices) -> list[tuple[tuple[int, ...], tuple[Box, ...]]]:
+    """Group ranks that hold the same boxes: their memory is filled once."""
+    groups: dict[tuple[Box, ...], list[int]] = {}
+    for rank, boxes in held:
+        groups.setdefault(boxes, []).append(rank)
+    return [(tuple(ranks), boxes) for boxes, ranks in groups.items()]
+
+
+def want_sharded(wanted: Wanted, name: str, array: Array, sharding: Sharding, mesh: Mesh, ranks: Sequence[int]) -> None:
+    """Want one array on many ranks, as a sharding cuts it."""
+    numbers = np.asarray(ranks, np.int64)
+    start, shape = sharding.boxes_of_ranks(array.shape, mesh, numbers)
+    first = wanted.targets.add(_Ranks(array, name, numbers, start, shape))
+    n, ndim = shape.shape
+    strides = np.full((n, ndim), array.dtype.itemsize, np.int64)
+    for d in range(ndim - 2, -1, -1):
+        strides[:, d] = strides[:, d + 1] * shape[:, d + 1]
+    pieces = table((), np.arange(first, first + n), np.zeros(n, np.int64), start, shape, strides)
+    wanted.add(name, array.dtype.itemsize, pieces, array.pieces)
+
+
+def shown_axes(pattern: Pattern, layout: Layout, mesh: Mesh, joints: Mapping[str, Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Return which mesh axes cut each dim of a shown array, where its rows mean themselves, as in JAX."""
+    parent = {fine: joint for joint, dims in joints.items() for fine in dims}
+    found = []
+    used: set[str] = set()
+    for product in pattern.dims:
+        axes: list[str] = []
+        for dim in _names(product):
+            name: str | None = dim
+            while name is not None:
+                axes += [a for a in layout.cutting(name, mesh) if a not in axes and a not in used]
+                name = parent.get(name)
+        used |= set(axes)
+        found.append(tuple(axes))
+    if found:
+        found[0] = (*found[0], *(a for a in layout.row_axes(mesh) if a not in used))
+    return tuple(found)
+
+
+def _names(node: Any) -> Iterator[str]:
+    from .pattern import Blocks, Product, Sum
+
+    match node:
+        case Product(factors):
+            for factor in factors:
+                yield from _names(factor)
+        case Sum(terms):
+            for _, product in terms:
+                yield from _names(product)
+        case Blocks(of):
+            yield from _names(of)
+        case _:
+            yield node.name
+
+
+def whole_box(shape: Shape, ranks: Sequence[int]) -> Slices:
+    """Return slices in which every rank holds all of an array."""
+    return tuple((rank, (whole(shape),)) for rank in ranks)
