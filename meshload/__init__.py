@@ -2,6 +2,7 @@
 
 from .array import Array, concatenate, interleave, stack
 from .box import Box
+from .checking import Report, check
 from .checkpoint import Checkpoint, Problem
 from .errors import (
     FormatError,
@@ -37,8 +38,10 @@ __all__ = [
     "Pieces",
     "Plan",
     "Problem",
+    "Report",
     "Sharding",
     "SourceError",
+    "check",
     "concatenate",
     "interleave",
     "open",

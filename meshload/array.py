@@ -67,9 +67,7 @@ class Array:
 
     def __post_init__(self) -> None:
         if self.pieces.ndim != len(self.shape):
-            raise ValueError(
-                f"{self.name}: shape {self.shape} has {len(self.shape)} dims, its pieces have {self.pieces.ndim}"
-            )
+            raise ValueError(f"{self.name}: shape {self.shape} has {len(self.shape)} dims, its pieces have {self.pieces.ndim}")
 
     @property
     def ndim(self) -> int:
@@ -130,9 +128,7 @@ class Array:
         """Split one dim into row-major finer dims."""
         dim = self._dim(dim)
         if math.prod(sizes) != self.shape[dim]:
-            raise ValueError(
-                f"{self.name}: dim {dim} has {self.shape[dim]} elements, {tuple(sizes)} make {math.prod(sizes)}"
-            )
+            raise ValueError(f"{self.name}: dim {dim} has {self.shape[dim]} elements, {tuple(sizes)} make {math.prod(sizes)}")
         return self._with(self.pieces.split(dim, sizes), [*self.shape[:dim], *sizes, *self.shape[dim + 1 :]])
 
     def merge(self, dim: int, count: int) -> Array:
@@ -141,9 +137,7 @@ class Array:
         sizes = self.shape[dim : dim + count]
         if count < 1 or len(sizes) != count:
             raise ValueError(f"{self.name}: cannot merge {count} dims from dim {dim} of {self.ndim}")
-        return self._with(
-            self.pieces.merge(dim, sizes), [*self.shape[:dim], math.prod(sizes), *self.shape[dim + count :]]
-        )
+        return self._with(self.pieces.merge(dim, sizes), [*self.shape[:dim], math.prod(sizes), *self.shape[dim + count :]])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         """Read the array into memory."""

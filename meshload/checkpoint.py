@@ -14,6 +14,7 @@ from typing import Any
 from .array import Array
 from .errors import LayoutError, MissingArray
 
+
 def _nothing() -> Mapping[str, Any]:
     return MappingProxyType({})
 

@@ -120,7 +120,9 @@ class Local:
             return tuple(range(*even_parts(n, count, stage)))
         chunks = count * self.layout.virtual
         if n % chunks:
-            raise LayoutError(f"{n} layers over {count} stages with {self.layout.virtual} chunks each: {n} is not a multiple of {chunks}")
+            raise LayoutError(
+                f"{n} layers over {count} stages with {self.layout.virtual} chunks each: {n} is not a multiple of {chunks}"
+            )
         size = n // chunks
         return tuple(
             layer
@@ -199,7 +201,9 @@ class Local:
             return Extent(layers[0] if layers else n, len(layers), len(layers))
         start, stop = self._cut(padded, axes)
         if multiple and axes and padded % self._place(axes)[1]:
-            raise LayoutError(f"{dim} padded to {padded} does not divide into {self._place(axes)[1]} equal parts; pad to a multiple of it")
+            raise LayoutError(
+                f"{dim} padded to {padded} does not divide into {self._place(axes)[1]} equal parts; pad to a multiple of it"
+            )
         return Extent(min(start, n), max(0, min(stop, n) - start), stop - start)
 
     def _blocks(self, dim: str) -> Extent:

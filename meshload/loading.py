@@ -37,7 +37,8 @@ from .naming import (
     unwrapped,
 )
 from .pattern import Line
-from .planning import MAX_BYTES, Plan, Target, plan as join
+from .planning import MAX_BYTES, Plan, Target
+from .planning import plan as join
 from .reading import Progress, buffers_for, read, values_of
 from .source import open_folder
 from .wanting import Slices, Wanted, shown_axes, want_boxes, want_lines, want_sharded
@@ -97,9 +98,7 @@ def _shown_as(checkpoint: Checkpoint, naming: str) -> Checkpoint:
     moments = {}
     for kind, arrays in checkpoint.optimizer.items():
         view = shown(target, tied(target, take_apart(source, arrays)), replace(checkpoint, arrays=arrays))
-        moments[kind] = {
-            name: replace(a, step=moment_step(kind, a.step)) for name, a in view.arrays.items()
-        }
+        moments[kind] = {name: replace(a, step=moment_step(kind, a.step)) for name, a in view.arrays.items()}
     return replace(made, optimizer=moments)
 
 
@@ -174,7 +173,22 @@ def restore(
     and `SourceError` where reading fails.
     """
     request = _request(
-        path, mesh, rank, layout, like, into, dtype, names, format, config, include, exclude, missing, optimizer, max_bytes, merge_gap
+        path,
+        mesh,
+        rank,
+        layout,
+        like,
+        into,
+        dtype,
+        names,
+        format,
+        config,
+        include,
+        exclude,
+        missing,
+        optimizer,
+        max_bytes,
+        merge_gap,
     )
     _warn(request)
     made = request.plan
@@ -210,7 +224,22 @@ def plan(
     if into is None and like is None and isinstance(mesh, (str, Mapping, Mesh)):
         into = "numpy"  # a plan of sizes needs no framework
     return _request(
-        path, mesh, rank, layout, like, into, dtype, names, format, config, include, exclude, missing, optimizer, max_bytes, merge_gap
+        path,
+        mesh,
+        rank,
+        layout,
+        like,
+        into,
+        dtype,
+        names,
+        format,
+        config,
+        include,
+        exclude,
+        missing,
+        optimizer,
+        max_bytes,
+        merge_gap,
     ).plan
 
 
@@ -329,6 +358,7 @@ def _request(
         (f"mesh {sized} ({sized.chosen})", *wanted.notes) if sized.names else tuple(wanted.notes),
         MAX_BYTES if max_bytes is None else max_bytes,
         merge_gap,
+        apart=rank == "all",
     )
     cast = _as_dtype(dtype, framework)
     dtypes = {n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {}
@@ -350,6 +380,16 @@ def _as_dtype(dtype: Any, framework: Framework) -> np.dtype[Any] | None:
     if not is_floating(own):
         raise LayoutError(f"dtype={dtype!r}: arrays are cast to floating dtypes only; integers keep theirs")
     return own
+
+
+def missing_arrays(checkpoint: Checkpoint) -> list[str]:
+    """Return the names that the model's config asks for and the checkpoint does not hold; none where no table fits."""
+    view = _view(checkpoint, None, None)
+    if view.target is None or view.inventory is None:
+        return []
+    wanted = Wanted()
+    want_lines(wanted, view.target, view.inventory, Layout({}), Mesh((), ()), [0], lambda name: True)
+    return list(wanted.missing)
 
 
 # --- mesh and ranks ---------------------------------------------------------------------------------------------------
@@ -491,7 +531,7 @@ class _Collector:
         layout = self.layout
         if isinstance(layout, str) and layout != "replicated":
             raise LayoutError(f"layout={layout!r}: 'replicated', a Layout or a dict of name patterns was expected")
-        literal = isinstance(layout, (str, Mapping)) or self.framework.spans and self.foreign is not None
+        literal = isinstance(layout, (str, Mapping)) or (self.framework.spans and self.foreign is not None)
         if layout is None and self.wishes is not None and self.mesh.size == 1:
             literal, layout = True, "replicated"
         if self.view.target is None and not literal:
@@ -562,7 +602,9 @@ class _Collector:
             if found is None:
                 raise LayoutError(f"{name}: no pattern of the layout matches it; add one, or '*': () to replicate the rest")
             if isinstance(found, str) or len(found) > len(shape):
-                raise LayoutError(f"{name}: the layout gives {found!r} for an array of shape {tuple(shape)}; one entry per dim was expected")
+                raise LayoutError(
+                    f"{name}: the layout gives {found!r} for an array of shape {tuple(shape)}; one entry per dim was expected"
+                )
             return (*found, *(None,) * (len(shape) - len(found)))
         if line is None or self.view.target is None:
             raise LayoutError(_no_table(self.view.checkpoint, CANONICAL))

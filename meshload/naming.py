@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -98,6 +99,11 @@ class Model:
             return True
         return bool(evaluate(line.condition, {**self.values, **dict(zip(line.counted, index, strict=True))}))
 
+    def has(self, line: Line, index: Sequence[int]) -> bool:
+        """Say whether these counted dims are inside the model, and it has the line's array there."""
+        inside = all(i < self.size(line.parts[0], d) for d, i in zip(line.counted, index, strict=True))
+        return inside and self.holds(line, index)
+
     def indices(self, line: Line, over: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
         """Return the counted dims' indices at which the model has a line's array, out of those given per dim."""
         combinations: Iterable[tuple[int, ...]] = itertools.product(*(over[d] for d in line.counted))
@@ -148,9 +154,7 @@ class Model:
     def ties(self) -> dict[str, str]:
         """Alias -> name, of the weights that the config ties."""
         return {
-            alias: name
-            for alias, name, condition in self.table.ties
-            if condition is None or bool(evaluate(condition, self.values))
+            alias: name for alias, name, condition in self.table.ties if condition is None or bool(evaluate(condition, self.values))
         }
 
     @cached_property
@@ -159,9 +163,7 @@ class Model:
         return {alias: c for alias, _, c in self.table.ties if c is not None and alias not in self.ties}
 
 
-def model_of(
-    naming: str, config: Mapping[str, Any] | None, *, names: Iterable[str] = ()
-) -> Model | None:
+def model_of(naming: str, config: Mapping[str, Any] | None, *, names: Iterable[str] = ()) -> Model | None:
     """Return the model that a naming's tables and a config mean, or None where no table fits.
 
     Joint dims of all the family's tables are refined alike, so that parts of different namings meet. Quantised arrays that
@@ -182,13 +184,30 @@ def model_of(
                 sizes.update(other.sizes)
     flat = flattened(config)
     table = replace(table, sizes={**sizes, **table.sizes, "one": "1"})
-    model = Model(naming, family, table, flat, joints)
+    model = _decided(Model(naming, family, table, flat, joints), names)
     quantisation = flat.get("quantization_config")
     if not isinstance(quantisation, Mapping) or not isinstance(names, Mapping):
         return model
-    where = {line.name: [i for n, _, i in model.arrays_of(line)] for line in table.lines}
-    lines = with_companions(table.lines, where, methods(), quantisation, names)
-    return Model(naming, family, replace(table, lines=lines), flat, joints)
+    where = {line.name: [i for _, _, i in model.arrays_of(line)] for line in model.table.lines}
+    lines = with_companions(model.table.lines, where, methods(), quantisation, names)
+    return replace(model, table=replace(model.table, lines=lines))
+
+
+def _decided(model: Model, names: Iterable[str]) -> Model:
+    """Drop the lines that this config rules out, and of lines that show the same parts those that no stored name follows."""
+    lines = [
+        line
+        for line in model.table.lines
+        if line.condition is None
+        or set(needed(line.condition)) & set(line.counted)
+        or evaluate(line.condition, model.values)
+    ]
+    table = replace(model.table, lines=tuple(lines))
+    namer = Namer(table)
+    followed = {found[0] for found in (_located(namer, table, name) for name in names) if found is not None}
+    shown_parts = {part for line in followed for part in line.parts}
+    kept = [line for line in lines if line in followed or not set(line.parts) <= shown_parts]
+    return replace(model, table=replace(table, lines=tuple(kept)))
 
 
 @lru_cache(maxsize=1)
@@ -231,7 +250,9 @@ class Stored:
                     return found
         if all(all(d in where for d in dims) for dims in self.at):
             return None
-        raise LayoutError(f"a part is stored in several dtypes ({listing(str(d) for d, _, _ in self.groups)}) that one array cannot hold")
+        raise LayoutError(
+            f"a part is stored in several dtypes ({listing(str(d) for d, _, _ in self.groups)}) that one array cannot hold"
+        )
 
 
 @dataclass(frozen=True)
@@ -246,13 +267,16 @@ class Inventory:
 
 def take_apart(model: Model, arrays: Mapping[str, Array]) -> Inventory:
     """Find the parts of a model in stored arrays."""
+    for size, question in model.table.asks:
+        if model.sizes.get(size) is None:
+            raise LayoutError(f"{model.family} ({model.naming}): {question}")
     namer = Namer(model.table)
     by_line: dict[int, list[tuple[tuple[int, ...], Array]]] = {}
     lines: dict[int, Line] = {}
     unexpected, names = [], {}
     for name, array in arrays.items():
         found = _located(namer, model.table, name)
-        if found is None or not model.holds(*found):
+        if found is None or not model.has(*found):
             if not any(fnmatch.fnmatchcase(name, glob) for glob in model.table.ignored):
                 unexpected.append(name)
             continue
@@ -270,6 +294,9 @@ def take_apart(model: Model, arrays: Mapping[str, Array]) -> Inventory:
 
 
 def _located(namer: Namer, table: Table, name: str) -> tuple[Line, tuple[int, ...]] | None:
+    for other, ours in table.spellings:
+        before, after = (re.escape(side) for side in other.split("{}"))
+        name = re.sub(before + r"(\d+)" + after, lambda m, ours=ours: ours.format(m[1]), name)  # type: ignore[misc]  # a str
     found = namer.find(name)
     for prefix in table.prefixes:
         if found is None:
@@ -286,11 +313,6 @@ def _add(model: Model, line: Line, entries: Sequence[tuple[tuple[int, ...], Arra
     groups: dict[tuple[Any, ...], list[tuple[tuple[int, ...], Array]]] = {}
     for index, array in entries:
         _check_shape(model, line, pattern, expected, array)
-        for dim, i in zip(line.counted, index, strict=True):
-            if i >= model.size(line.parts[0], dim):
-                raise LayoutError(
-                    f"{array.name}: {dim} {i} is beyond the config's {model.size(line.parts[0], dim)} ({model.table.needs(dim)})"
-                )
         groups.setdefault((array.dtype, array.stored, step, array.shape), []).append((index, array))
     for (dtype, stored, step_, shape), members in groups.items():
         rows = stacked([a.pieces for _, a in members], np.asarray([i for i, _ in members], np.int64).reshape(len(members), -1))

@@ -143,9 +143,7 @@ def _read_factors(words: Sequence[str], at: int) -> tuple[list[Node], int]:
             node, at = _read_bracket(words, at + 1)
         elif word[0] == "/":
             of = found.pop()
-            node = Blocks(
-                of if isinstance(of, Product) else Product((of,)), int(word.lstrip("/")), word.startswith("//")
-            )
+            node = Blocks(of if isinstance(of, Product) else Product((of,)), int(word.lstrip("/")), word.startswith("//"))
         else:
             node = Dim(word.rstrip("~"), word.endswith("~"))
         found.append(node)
@@ -357,6 +355,10 @@ class Table:
     """Globs of names that are neither wanted nor unexpected, such as recomputed buffers."""
     prefixes: tuple[str, ...] = ()
     """Prefixes that a stored name may have or lack."""
+    spellings: tuple[tuple[str, str], ...] = ()
+    """(other, ours): another way in which writers spell a piece of a name, with `{}` for a number."""
+    asks: tuple[tuple[str, str], ...] = ()
+    """(size, question): what the config must say before arrays can be read, and how."""
 
     def sizes_at(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Return the dims' sizes, those that the config tells."""
@@ -376,7 +378,8 @@ class Table:
 
 
 def parse_table(text: str) -> Table:
-    """Read a table: `families`, `dim = dims`, `dim := size`, sections `first` `layers` `last`, `tie`, `ignore`, `prefix`.
+    """Read a table: `families`, `dim = dims`, `dim := size`, sections `first` `layers` `last`, `tie`, `ignore`, `prefix`,
+    `spelling` and `ask`.
 
     A line is `part name pattern [if condition]`; `-` for the part where the pattern names several, `?part` where it may be absent.
     """
@@ -387,6 +390,8 @@ def parse_table(text: str) -> Table:
     ties: list[tuple[str, str, str | None]] = []
     ignored: list[str] = []
     prefixes: list[str] = []
+    spellings: list[tuple[str, str]] = []
+    asks: list[tuple[str, str]] = []
     where = ""
     for raw in text.splitlines():
         line = raw.split("#", 1)[0].strip() if "#" in raw else raw.strip()
@@ -401,6 +406,10 @@ def parse_table(text: str) -> Table:
             ignored += words[1:]
         elif words[0] == "prefix":
             prefixes += words[1:]
+        elif words[0] == "spelling":
+            spellings.append((words[1], words[2]))
+        elif words[0] == "ask":
+            asks.append((words[1], line.split(None, 2)[2]))
         elif words[0] == "tie":
             body, _, condition = line[4:].partition(" if ")
             alias, name = (side.strip() for side in body.split("="))
@@ -411,7 +420,17 @@ def parse_table(text: str) -> Table:
             joints[words[0]] = tuple(words[2:])
         else:
             lines.append(_parse_line(line, where))
-    return Table(tuple(families), joints, sizes, tuple(lines), tuple(ties), tuple(ignored), tuple(prefixes))
+    return Table(
+        tuple(families),
+        joints,
+        sizes,
+        tuple(lines),
+        tuple(ties),
+        tuple(ignored),
+        tuple(prefixes),
+        tuple(spellings),
+        tuple(asks),
+    )
 
 
 def _parse_line(line: str, where: str) -> Line:

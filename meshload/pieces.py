@@ -53,9 +53,7 @@ class Pieces:
 
     def take(self, rows: Ints | NDArray[np.bool_] | slice) -> Pieces:
         """Return some of the rows: numbers, a mask or a slice."""
-        return Pieces(
-            self.sources, self.source[rows], self.offset[rows], self.start[rows], self.shape[rows], self.strides[rows]
-        )
+        return Pieces(self.sources, self.source[rows], self.offset[rows], self.start[rows], self.shape[rows], self.strides[rows])
 
     def narrow(self, dim: int, start: int, stop: int) -> Pieces:
         """Keep the elements with `start <= i[dim] < stop`, and count from `start`."""
@@ -85,9 +83,7 @@ class Pieces:
         return self._columns(list(order))
 
     def _columns(self, order: list[int]) -> Pieces:
-        return Pieces(
-            self.sources, self.source, self.offset, self.start[:, order], self.shape[:, order], self.strides[:, order]
-        )
+        return Pieces(self.sources, self.source, self.offset, self.start[:, order], self.shape[:, order], self.strides[:, order])
 
     def place(self, start: Sequence[int]) -> Pieces:
         """Move the rows to `start`: they become part of a larger array."""

@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .array import Array, Step
 from .box import Box, Shape
@@ -108,6 +107,25 @@ class Plan:
     max_bytes: int = MAX_BYTES
     merge_gap: int | None = None
     """Unwanted bytes that are read rather than skipped; None: as each source says."""
+    apart: bool = False
+    """Whether its ranks read each for themselves, so that counts add up over `each()`; else one process reads for all."""
+
+    def each(self) -> dict[int, Plan]:
+        """Return the plan of each rank."""
+        if not self.apart:
+            return {self.targets[0].rank if len(self.targets) else 0: self}
+        rank_of = np.fromiter((t.rank for t in self.targets), np.int64, len(self.targets))
+        found = {}
+        rows = rank_of[self.copies.target]
+        for rank in np.unique(rank_of).tolist():
+            numbers = np.flatnonzero(rank_of == rank)
+            place = {int(n): i for i, n in enumerate(numbers)}
+            copies = self.copies.take(rows == rank)
+            copies = replace(copies, target=np.searchsorted(numbers, copies.target))
+            aliases = tuple((a, place[i]) for a, i in self.aliases if i in place)
+            targets = [self.targets[int(n)] for n in numbers]
+            found[int(rank)] = replace(self, targets=targets, copies=copies, aliases=aliases, apart=False)
+        return found
 
     @property
     def sources(self) -> Sequence[Source]:
@@ -126,22 +144,71 @@ class Plan:
     @property
     def read_bytes(self) -> int:
         """Bytes that are asked of the sources; decoded ones where they are chunked."""
-        return self.schedule.nbytes
+        return sum(p.schedule.nbytes for p in self._each.values())
 
     @property
     def reads(self) -> int:
         """Requests to the sources."""
-        return self.schedule.requests
+        return sum(p.schedule.requests for p in self._each.values())
 
     @property
     def peak_bytes(self) -> int:
-        """Memory beside the targets, at most."""
-        return self.schedule.peak_bytes
+        """Memory beside the targets, at most, in one process."""
+        return max((p.schedule.peak_bytes for p in self._each.values()), default=0)
+
+    @cached_property
+    def _each(self) -> dict[int, Plan]:
+        return self.each()
 
     @cached_property
     def result_bytes(self) -> int:
         """Memory of the targets."""
         return sum(t.nbytes for t in self.targets)
+
+    def of(self, name: str) -> Plan:
+        """Return the plan of one array alone, for its counts."""
+        numbers = [i for i, t in enumerate(self.targets) if t.name == name]
+        return replace(self, copies=self.copies.take(np.isin(self.copies.target, numbers)))
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `meshload plan` shows, as plain values: per rank, in total, and which names are held how."""
+        per_rank = {
+            rank: {
+                "arrays": len(p.targets) + len(p.aliases),
+                "wanted_bytes": p.wanted_bytes,
+                "read_bytes": p.read_bytes,
+                "reads": p.reads,
+                "result_bytes": p.result_bytes,
+                "peak_bytes": p.peak_bytes,
+            }
+            for rank, p in self._each.items()
+        }
+        held: dict[str, list[Target]] = {}
+        for target in self.targets:
+            held.setdefault(target.name, []).append(target)
+        times = {n: sum(t.filled * len(t.ranks) for t in ts) / max(math.prod(ts[0].whole), 1) for n, ts in held.items()}
+        replicas = max(1, int(min((k for n, k in times.items() if held[n][0].size), default=1)))
+        more = {n for n, k in times.items() if k > replicas}
+        whole = {n for n in more if all(t.shape == t.whole for t in held[n])}
+        return {
+            "ranks": per_rank,
+            "total": {key: getattr(self, key) for key in ("wanted_bytes", "read_bytes", "reads", "result_bytes", "peak_bytes")},
+            "files": self.files(),
+            "replicas": replicas,
+            "replicated": sorted(whole),
+            "repeated": sorted(more - whole),
+            "padded": sorted(n for n, ts in held.items() if any(t.filled < t.size for t in ts)),
+            "tied": sorted({alias for alias, _ in self.aliases}),
+            "missing": list(self.missing),
+            "unexpected": list(self.unexpected),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.targets)} arrays, {self.wanted_bytes} bytes wanted, {self.read_bytes} read in {self.reads} requests, "
+            f"{self.peak_bytes} bytes beside the result"
+        )
 
     def files(self) -> dict[str, int]:
         """Return the bytes wanted of each file."""
@@ -176,7 +243,9 @@ def plan(jobs: Iterable[Job], targets: Sequence[Target]) -> Copies:
     if problems:
         kind = type(problems[0])
         raise kind(listing((str(p) for p in problems), 10) if len(problems) > 1 else str(problems[0]))
-    return Copies.union(tables)
+    copies = Copies.union(tables)
+    _check_inside(copies, targets)
+    return copies
 
 
 def plan_array(array: Array, *, max_bytes: int = MAX_BYTES, merge_gap: int | None = None) -> Plan:
@@ -197,7 +266,7 @@ def _joined(job: Job, targets: Sequence[Target]) -> Copies:
     shape = np.minimum(wanted.stop, found.stop) - start
     filled = np.bincount(w, weights=shape.prod(axis=1, dtype=np.int64), minlength=len(job.wanted)).astype(np.int64)
     _check_filled(job, targets, filled, stored, s)
-    copies = Copies(
+    return Copies(
         tuple(stored.sources),
         found.source,
         found.offset + ((start - found.start) * found.strides).sum(axis=1),
@@ -208,8 +277,6 @@ def _joined(job: Job, targets: Sequence[Target]) -> Copies:
         shape,
         np.full(len(w), job.itemsize, np.int64),
     )
-    _check_inside(job, copies)
-    return copies
 
 
 def meetings(a: Pieces, b: Pieces) -> tuple[Ints, Ints]:
@@ -289,15 +356,17 @@ def _where(pieces: Pieces, row: int) -> str:
     return f"{getattr(source, 'name', source)} (start {box.start}, shape {box.shape})"
 
 
-def _check_inside(job: Job, copies: Copies) -> None:
+def _check_inside(copies: Copies, targets: Sequence[Target]) -> None:
     """Check that every copy lies within its source: a truncated or lying file is found before it is read."""
-    last = copies.offset + ((copies.shape - 1) * copies.strides).clip(min=0).sum(axis=1) + job.itemsize
-    first = copies.offset + ((copies.shape - 1) * copies.strides).clip(max=0).sum(axis=1)
-    for i in np.unique(copies.source):
-        source, rows = copies.sources[int(i)], copies.source == i
-        end, start = int(last[rows].max()), int(first[rows].min())
-        if end > source.size or start < 0:
-            raise FormatError(f"{job.label}: bytes {start} to {end} are wanted of {source.name}, which has {source.size}")
+    if not len(copies):
+        return
+    sizes = np.asarray([s.size for s in copies.sources], np.int64)[copies.source]
+    reach = (copies.shape - 1) * copies.strides
+    start = copies.offset + reach.clip(max=0).sum(axis=1)
+    end = copies.offset + reach.clip(min=0).sum(axis=1) + copies.itemsize
+    for i in np.flatnonzero((end > sizes) | (start < 0))[:1]:
+        source, name = copies.sources[int(copies.source[i])], targets[int(copies.target[i])].name
+        raise FormatError(f"{name}: bytes {int(start[i])} to {int(end[i])} are wanted of {source.name}, which has {source.size}")
 
 
 def check_limit(made: Plan) -> Plan:
@@ -306,8 +375,3 @@ def check_limit(made: Plan) -> Plan:
     if need > made.max_bytes:
         raise LimitError(f"{name}: one unit of it takes {need} bytes at once, max_bytes is {made.max_bytes}; allow at least {need}")
     return made
-
-
-def only(made: Plan, keep: NDArray[np.bool_]) -> Plan:
-    """Return the plan of some of its copies."""
-    return replace(made, copies=made.copies.take(keep))

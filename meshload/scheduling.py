@@ -384,9 +384,7 @@ def _target_skip(copies: Copies, copy: Ints, index: Ints, inner: Ints) -> Ints:
     return skip
 
 
-def _grouped(
-    source: Ints, start: Ints, length: Ints, copy: Ints, index: Ints, gap: Ints, block: int
-) -> tuple[Ints, Ints]:
+def _grouped(source: Ints, start: Ints, length: Ints, copy: Ints, index: Ints, gap: Ints, block: int) -> tuple[Ints, Ints]:
     """Group sorted runs into ranges: `(m, 5)` source, start, length, first and end row of the cuts; and the `(m, 3)` cuts."""
     if not len(start):
         return np.zeros((0, 5), np.int64), np.zeros((0, 3), np.int64)
@@ -420,7 +418,9 @@ def _running_maximum(source: Ints, stop: Ints) -> Ints:
     return found
 
 
-def boxes_of_cut(copies: Copies, inner: Ints, cut: Cut) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+def boxes_of_cut(
+    copies: Copies, inner: Ints, cut: Cut
+) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
     """Return the source offset, target offset, shape, source and target strides of the boxes that a cut copies."""
     copy, ndim = cut.copy, copies.shape.shape[1]
     lead = ndim - int(inner[copy])

@@ -97,9 +97,7 @@ def read_bytes(source: ByteSource, start: int = 0, stop: int | None = None) -> b
     if not 0 <= start <= stop <= source.size:
         raise FormatError(f"{source.name}: bytes {start} to {stop} were asked of {source.size}")
     if stop - start > METADATA_LIMIT:
-        raise FormatError(
-            f"{source.name}: {stop - start} bytes are too many for metadata, at most {METADATA_LIMIT} are read"
-        )
+        raise FormatError(f"{source.name}: {stop - start} bytes are too many for metadata, at most {METADATA_LIMIT} are read")
     out = np.empty(stop - start, np.uint8)
     source.read_into(start, out)
     return out.tobytes()
@@ -108,7 +106,7 @@ def read_bytes(source: ByteSource, start: int = 0, stop: int | None = None) -> b
 def open_folder(path: Any) -> Folder:
     """Return the folder that a path, a TensorStore key-value URL or an open KvStore means."""
     if hasattr(path, "read") and hasattr(path, "spec"):
-        return KeyValueFolder(path, path.url if hasattr(path, "url") else "key-value store")
+        return KeyValueFolder(path, _url(path))
     text = os.fspath(path)
     if isinstance(text, bytes):
         text = os.fsdecode(text)
@@ -124,6 +122,14 @@ def open_folder(path: Any) -> Folder:
     if local.exists():
         return LocalFolder(local.parent, local.name)
     raise FormatError(f"{text}: there is no such file or folder")
+
+
+def _url(store: Any) -> str:
+    """Return what messages call an open store; not every store has a URL (S3 with an endpoint of its own has none)."""
+    try:
+        return str(store.url)
+    except (AttributeError, NotImplementedError, ValueError):
+        return str(store.path) or "key-value store"
 
 
 # --- local disks ------------------------------------------------------------------------------------------------------
@@ -204,9 +210,7 @@ class LocalFile:
             except OSError as error:
                 raise SourceError(f"{self.name}: reading {len(view)} bytes at {at} failed: {error.strerror}") from error
             if n == 0:
-                raise SourceError(
-                    f"{self.name}: ends at byte {at}, expected {start + len(out)}; it was cut while being read"
-                )
+                raise SourceError(f"{self.name}: ends at byte {at}, expected {start + len(out)}; it was cut while being read")
             view, at = view[n:], at + n
 
 
@@ -390,15 +394,11 @@ class ChunkedArray:
 
     def read_chunk(self, k: int) -> NDArray[Any]:
         at = np.unravel_index(k, self.grid) if self.grid else ()
-        box = tuple(
-            slice(int(i) * c, min((int(i) + 1) * c, n)) for i, c, n in zip(at, self.chunk, self.shape, strict=True)
-        )
+        box = tuple(slice(int(i) * c, min((int(i) + 1) * c, n)) for i, c, n in zip(at, self.chunk, self.shape, strict=True))
         try:
             return np.asarray(self.store[box].read(order="C").result(), order="C")
         except (ValueError, OSError) as error:
-            raise SourceError(
-                f"{self.name}: chunk {'.'.join(str(int(i)) for i in at) or '0'} cannot be read: {error}"
-            ) from error
+            raise SourceError(f"{self.name}: chunk {'.'.join(str(int(i)) for i in at) or '0'} cannot be read: {error}") from error
 
     def pieces(self) -> Pieces:
         """Return one row per chunk."""

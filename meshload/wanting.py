@@ -265,9 +265,7 @@ def _want_array(wanted: Wanted, arrays: Mapping[str, Array], name: str, held: Sl
     for ranks, boxes in _by_boxes(held):
         shape = local_shape(boxes)
         box = boxes[0] if len(boxes) == 1 else None
-        target = Target(
-            prefix + name, ranks, array.dtype, shape, array.shape, box, math.prod(shape), array.step, array.stored
-        )
+        target = Target(prefix + name, ranks, array.dtype, shape, array.shape, box, math.prod(shape), array.step, array.stored)
         memory = _memory(len(wanted.targets), [()], [(b.start, b.shape) for b in boxes], shape, array.dtype.itemsize)
         wanted.targets.add([target])
         wanted.add(name, array.dtype.itemsize, memory, array.pieces)

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from meshload_adapters.models import hf, maxtext, quantised
-from meshload_adapters.models import transformers as live
 
 from meshload.expression import evaluate
 from meshload.pattern import Dim, Line, Node, Pattern, Product, Sum, Table, find, parse, parse_table, refined, shown_shape
 from meshload.pieces import Pieces, piece
+from meshload_adapters.models import hf, maxtext, quantised
+from meshload_adapters.models import transformers as live
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
@@ -92,7 +92,10 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
     "gemma3": [{"text_config": {**WIDE, "attention_bias": True}, "vision_config": VISION, "mm_tokens_per_image": 4}],
     "phi3": [BASE, {**OLD, "tie_word_embeddings": True}],
     "mixtral": [{**WIDE, "num_local_experts": 4}, {**BASE, "num_local_experts": 2, "tie_word_embeddings": True}],
-    "deepseek_v2": [{**LATENT, "attention_bias": True, "mlp_bias": True}, {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0}],
+    "deepseek_v2": [
+        {**LATENT, "attention_bias": True, "mlp_bias": True},
+        {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 0},
+    ],
     "deepseek_v3": [{**LATENT, "attention_bias": True}, {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 2}],
     "gpt_oss": [{**WIDE, "num_local_experts": 4}, {**WIDE, "num_local_experts": 2, "attention_bias": False}],
     "gpt_neox": [OLD, {**OLD, "attention_bias": False}, {**OLD, "tie_word_embeddings": True}],
@@ -128,17 +131,11 @@ NO_EXPERTS = "the plan is for expert parallelism alone; the default layout cuts 
 EMBEDDING = {"model.embed_tokens.weight": TWICE}
 ATTENTION = "model.layers.*.self_attn."
 DIFFERENCES: dict[str, dict[str, str]] = {
-    **{
-        family: EMBEDDING
-        for family in (
-            *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "mixtral"),
-            *("deepseek_v2", "starcoder2", "cohere2"),
-        )
-    },
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"), EMBEDDING),
+    **dict.fromkeys(("mixtral", "deepseek_v2", "starcoder2", "cohere2"), EMBEDDING),
     "gemma3": {"model.language_model.embed_tokens.weight": TWICE},
     "qwen2_moe": EMBEDDING | {f"model.layers.*.mlp.shared_expert.{m}_proj.weight": NO_SHARED for m in ("gate", "up", "down")},
-    "phi3": EMBEDDING
-    | {f"{ATTENTION}qkv_proj.weight": FUSED, "model.layers.*.mlp.gate_up_proj.weight": FUSED},
+    "phi3": EMBEDDING | {f"{ATTENTION}qkv_proj.weight": FUSED, "model.layers.*.mlp.gate_up_proj.weight": FUSED},
     "deepseek_v3": EMBEDDING | {f"{ATTENTION}{m}_proj.weight": NO_ATTENTION for m in ("q_b", "kv_b", "o")},
     "gpt_oss": {
         **{f"{ATTENTION}{m}_proj.weight": NO_ATTENTION for m in "qkvo"},
@@ -274,7 +271,8 @@ def test_gpt_oss_in_mxfp4_has_blocks_and_scales_in_place_of_expert_weights(varia
     assert packed[prefix + "gate_up_proj_scales"] == (n, 192, 2)
     assert packed[prefix + "down_proj_blocks"] == (n, 64, 3, 16)
     assert packed[prefix + "down_proj_scales"] == (n, 64, 3)
-    assert {n for n in plain if n not in packed} == {f"model.layers.{i}.mlp.experts.{m}_proj" for i in range(3) for m in ("gate_up", "down")}
+    replaced = {f"model.layers.{i}.mlp.experts.{m}_proj" for i in range(3) for m in ("gate_up", "down")}
+    assert set(plain) - set(packed) == replaced
 
 
 # --- parts are the same in all namings --------------------------------------------------------------------------------
@@ -409,7 +407,7 @@ def test_the_default_layout_cuts_experts_as_the_expert_parallel_plan_does(family
 def test_sections_are_in_the_order_of_the_pipeline_plan(family: str) -> None:
     table = table_of(LIVE, family) or table_of(HF, family)
     assert table is not None
-    order = [module for module in plan_of(family, "pp")]
+    order = list(plan_of(family, "pp"))
     if "lm_head" not in order:  # it is not in the plan of every class
         order.append("lm_head")
     layers = next(i for i, module in enumerate(order) if module.endswith(".layers"))
@@ -531,7 +529,7 @@ def companions(method: str, quantisation: Mapping[str, Any]) -> dict[str, str]:
 
 def companion_shape(pattern: str, rows: int, columns: int) -> tuple[int, ...]:
     sizes = {"out": rows, "in": columns, "one": 1, "groups": -1}
-    return tuple(size_of(str(product), sizes) for product in parse(pattern.replace("in", "in")).dims)
+    return tuple(size_of(str(product), sizes) for product in parse(pattern).dims)
 
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 32), None])

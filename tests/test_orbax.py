@@ -169,6 +169,31 @@ def test_open_memory_store_is_read(case: str) -> None:
     assert all(same(stored[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("case", ["pytree_8dev_zarr3_ocdbt", "two_processes_4dev_adamw"])
+def test_object_store_is_read(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server_of = pytest.importorskip("moto.server").ThreadedMotoServer
+    boto3 = pytest.importorskip("boto3")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+    server = server_of(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        endpoint = f"http://{host}:{port}"
+        client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+        client.create_bucket(Bucket="bucket")
+        path = GOLDEN / case / "checkpoint"
+        for file in path.rglob("*"):
+            if file.is_file():
+                client.put_object(Bucket="bucket", Key=f"{case}/{file.relative_to(path)}", Body=file.read_bytes())
+        spec = {"driver": "s3", "bucket": "bucket", "endpoint": endpoint, "aws_region": "us-east-1", "path": f"{case}/"}
+        stored = opened(ts.KvStore.open(spec).result()).with_names("stored")
+        expected = golden(GOLDEN / case / "golden.safetensors")
+        assert all(same(stored[name], expected[name]) for name in expected)
+    finally:
+        server.stop()
+
+
 def test_file_url_is_read() -> None:
     case = GOLDEN / "standard_1dev"
     assert set(opened(f"file://{case}/checkpoint")) == set(golden(case / "golden.safetensors"))

@@ -40,8 +40,10 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -50,7 +52,7 @@ from meshload.array import Array
 from meshload.box import Shape
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, SourceError, listing
-from meshload.pieces import Pieces, empty, table
+from meshload.pieces import Ints, Pieces, empty, table
 from meshload.source import ByteSource, Folder, read_bytes
 
 HEADER_LIMIT = 100_000_000
@@ -156,8 +158,8 @@ class HuggingFace:
         contents = _by_headers(folder, files)
         pieces = any(SHARDING in h.metadata for h in contents.headers)
         _warn(
-            f"{folder.name}: there is no {_index_name(stem, self.variant)}; {len(contents.arrays)} arrays were found in the headers "
-            f"of {len(files)} files"
+            f"{folder.name}: there is no {_index_name(stem, self.variant)}; "
+            f"{len(contents.arrays)} arrays were found in the headers of {len(files)} files"
             + (f", {absent} is not there" if absent else "")
             + (", which hold pieces; whole shapes are stored nowhere, they are where the last piece ends" if pieces else "")
         )
@@ -180,12 +182,16 @@ class HuggingFace:
         new = [name for name in found.arrays if name not in file_of]
         if lost or moved or new:
             _warn(
-                f"{folder.name}: {index} was not followed: {len(lost)} of its {len(file_of)} names are in no header, {len(moved)} lie in "
-                f"other files, {len(new)} are not listed; {len(found.arrays)} arrays were found in the headers of {len(files)} files"
+                f"{folder.name}: {index} was not followed: {len(lost)} of its {len(file_of)} names are in no header, "
+                f"{len(moved)} lie in other files, {len(new)} are not listed; "
+                f"{len(found.arrays)} arrays were found in the headers of {len(files)} files"
                 + (f", {absent} is not there" if absent else "")
             )
         why = f"{index} lists it, but no header of {listing(files)} has it"
-        return replace(found, unavailable=dict.fromkeys(lost, why), index=index, index_meta=index_meta)
+        problems = (Problem(f"{index}: {len(lost)} of its names are in no header: {listing(lost)}", file=index),) if lost else ()
+        return replace(
+            found, unavailable=dict.fromkeys(lost, why), problems=problems, unlisted=tuple(new), index=index, index_meta=index_meta
+        )
 
     def _files(self, folder: Folder, listed: list[str], stem: str) -> tuple[list[str], str]:
         """Choose the files that belong together, by their numbers; tell which numbers are absent."""
@@ -273,13 +279,8 @@ def _absent(files: Sequence[str]) -> str:
     count = sum(1 <= i <= total for i in there)
     if count == total:
         return ""
-    absent: list[str] = []
-    for i in range(1, total + 1):
-        if i not in there:
-            absent.append(str(i))
-        if len(absent) > 10:
-            break
-    return f"number {', '.join(absent[:10])}{' ...' if len(absent) > 10 else ''} ({total - count} of {total})"
+    absent = islice((str(i) for i in range(1, total + 1) if i not in there), 10)
+    return f"number {', '.join(absent)}{' ...' if total - count > 10 else ''} ({total - count} of {total})"
 
 
 # --- who holds what ---------------------------------------------------------------------------------------------------
@@ -289,6 +290,8 @@ def _absent(files: Sequence[str]) -> str:
 class _Contents:
     """What was found in a folder."""
 
+    files: Sequence[str]
+    """All that belong to the checkpoint, also those that could not be used."""
     headers: Sequence[_Header]
     arrays: Mapping[str, Array]
     unavailable: Mapping[str, str] = field(default_factory=dict)
@@ -301,9 +304,9 @@ class _Contents:
 
 def _one_file(header: _Header) -> _Contents:
     match = _NUMBER.fullmatch(header.source.name)
-    if any(any(at) for at in header.offsets.values()) or (match is not None and match[1] is not None):
+    if any(any(at) for at in header.offsets.values()) or (header.offsets and match is not None and match[1] is not None):
         raise FormatError(f"{header.source.name}: holds pieces of arrays, written by one rank; open its folder instead")
-    return _Contents([header], _Arrays([header], dict.fromkeys(header.entries, 0)))
+    return _Contents([header.source.name], [header], _Arrays([header], dict.fromkeys(header.entries, 0)))
 
 
 def _by_index(folder: Folder, listed: list[str], index: str, *, union: bool) -> _Contents:
@@ -320,8 +323,7 @@ def _by_index(folder: Folder, listed: list[str], index: str, *, union: bool) -> 
     unavailable: dict[str, str] = {}
     problems = [Problem(f"{index}: {hint}", file=index)] if hint else []
     for file, error in lost.items():
-        absent = file not in listed and f"{file}/" not in listed and isinstance(error, SourceError) and not folder.has(file)
-        why = f"{file}: not there, though {index} lists it" if absent else str(error)
+        why = f"{file}: not there, though {index} lists it" if _is_absent(file, listed) else str(error)
         unavailable.update(dict.fromkeys(names_in[file], f"{why}{f'; {hint}' if hint else ''}"))
         problems.append(Problem(f"{why}; it should hold {listing(names_in[file])}", file=file))
 
@@ -344,7 +346,7 @@ def _by_index(folder: Folder, listed: list[str], index: str, *, union: bool) -> 
                 unlisted[name] = number
     in_order = {name: number_of[name] for name in file_of if name in number_of}
     arrays = _Arrays(headers, {**in_order, **unlisted} if union else in_order)
-    return _Contents(headers, arrays, unavailable, tuple(problems), tuple(unlisted), index, index_meta)
+    return _Contents(list(names_in), headers, arrays, unavailable, tuple(problems), tuple(unlisted), index, index_meta)
 
 
 def _not_whole(header: _Header, name: str, index: str) -> str:
@@ -360,14 +362,19 @@ def _not_whole(header: _Header, name: str, index: str) -> str:
 def _stale(listed: Sequence[str], names_in: Mapping[str, Any], lost: Mapping[str, MeshloadError]) -> str:
     """Say whether shards are missing in a way that blames the index rather than a file."""
     others = [n for n in listed if n not in names_in and (n == "model.safetensors" or _NUMBER.fullmatch(n))]
-    absent = [file for file in lost if file not in listed and f"{file}/" not in listed]
-    if not absent or not listed or not (others or 2 * len(absent) > len(names_in)):
+    absent = [file for file in lost if _is_absent(file, listed)]
+    if not absent or not (others or 2 * len(absent) > len(names_in)):
         return ""
     beside = f"beside other files ({listing(others, 3)}): it looks stale" if others else "it is stale, or the download unfinished"
     return (
         f"{len(absent)} of the {len(names_in)} files that the index names are not there, {beside}; "
         f'HuggingFace(index="headers") takes the arrays from the files that are there'
     )
+
+
+def _is_absent(file: str, listed: Sequence[str]) -> bool:
+    """Say whether a listing shows that a file is not there; a dead link is."""
+    return bool(listed) and "/" not in file and file not in listed and f"{file}/" not in listed
 
 
 def _by_headers(folder: Folder, files: Sequence[str]) -> _Contents:
@@ -378,7 +385,7 @@ def _by_headers(folder: Folder, files: Sequence[str]) -> _Contents:
             raise header
         headers.append(header)
     if any(SHARDING in h.metadata for h in headers):
-        return _assembled(headers)
+        return _assembled(files, headers)
     number_of: dict[str, int] = {}
     for number, header in enumerate(headers):
         for name in header.entries:
@@ -386,51 +393,52 @@ def _by_headers(folder: Folder, files: Sequence[str]) -> _Contents:
                 both = f"{headers[number_of[name]].source.name} and {header.source.name}"
                 raise FormatError(f"{name}: both {both} hold it, and no index says which is meant")
             number_of[name] = number
-    return _Contents(headers, _Arrays(headers, number_of))
+    return _Contents(files, headers, _Arrays(headers, number_of))
 
 
-def _assembled(headers: Sequence[_Header]) -> _Contents:
+def _assembled(files: Sequence[str], headers: Sequence[_Header]) -> _Contents:
     """Put the pieces of each array together, each at the offsets that its file saved."""
     sources = tuple(h.source for h in headers)
     rows: dict[str, list[tuple[int, _Entry, Shape]]] = defaultdict(list)
     for number, header in enumerate(headers):
         for name, entry in header.entries.items():
-            if name not in header.offsets or DTYPES[entry.dtype][1] < 8:
+            if name not in header.offsets or DTYPES[entry[0]][1] < 8:
                 raise FormatError(
-                    f"{header.source.name}: holds {name} ({entry.dtype}) without saying where in the array it lies, beside files of pieces"
+                    f"{header.source.name}: holds {name} ({entry[0]}) without saying where in the array it lies, "
+                    f"and stands beside files of pieces"
                 )
             rows[name].append((number, entry, header.offsets[name]))
     arrays: dict[str, Array] = {}
     unavailable: dict[str, str] = {}
     problems = []
     for name, found in rows.items():
-        kinds = {(entry.dtype, len(entry.shape)) for _, entry, _ in found}
+        kinds = {(dtype, len(shape)) for _, (dtype, shape, _, _), _ in found}
         if len(kinds) > 1:
             raise FormatError(f"{name}: its pieces differ in dtype or dims: {sorted(kinds)}")
-        dtype = DTYPES[found[0][1].dtype][0]
+        dtype = DTYPES[found[0][1][0]][0]
         start = np.asarray([at for *_, at in found], np.int64).reshape(len(found), -1)
-        shape = np.asarray([entry.shape for _, entry, _ in found], np.int64).reshape(len(found), -1)
-        whole = tuple((start + shape).max(axis=0).tolist())
-        offset = [headers[number].start + entry.begin for number, entry, _ in found]
-        pieces = table(sources, [number for number, *_ in found], offset, start, shape, _strides(shape, dtype.itemsize))
-        filled = sum(math.prod(n) for _, n in {(at, entry.shape) for _, entry, at in found})
+        shapes = np.asarray([shape for _, (_, shape, _, _), _ in found], np.int64).reshape(len(found), -1)
+        whole = tuple((start + shapes).max(axis=0).tolist())
+        offset = [headers[number].start + begin for number, (_, _, begin, _), _ in found]
+        pieces = table(sources, [number for number, *_ in found], offset, start, shapes, _strides(shapes, dtype.itemsize))
+        filled = sum(math.prod(shape) for _, shape in {(at, shape) for _, (_, shape, _, _), at in found})
         if filled == math.prod(whole):
             arrays[name] = Array(name, dtype, whole, pieces)
         else:
-            files = listing(sources[number].name for number, *_ in found)
+            among = listing(sources[number].name for number, *_ in found)
             unavailable[name] = (
-                f"its pieces, in {files}, hold {filled} of the {math.prod(whole)} elements of shape {whole}; a rank's file is "
+                f"its pieces, in {among}, hold {filled} of the {math.prod(whole)} elements of shape {whole}; a rank's file is "
                 f"missing, or was left by another save"
             )
             problems.append(Problem(f"{name}: {unavailable[name]}", array=name))
-    return _Contents(list(headers), arrays, unavailable, tuple(problems))
+    return _Contents(files, headers, arrays, unavailable, tuple(problems))
 
 
 def _checkpoint(folder: Folder, found: _Contents, listed: Sequence[str]) -> Checkpoint:
     config, problems = _read_config(folder)
-    used = {h.source.name for h in found.headers} | {found.index}
+    used = {*found.files, found.index}
     meta = {
-        "files": tuple(h.source.name for h in found.headers),
+        "files": tuple(found.files),
         "index": found.index,
         "index_metadata": found.index_meta,
         "header_metadata": {h.source.name: h.metadata for h in found.headers if h.metadata},
@@ -449,7 +457,7 @@ def _checkpoint(folder: Folder, found: _Contents, listed: Sequence[str]) -> Chec
         views=views,
     )
     for names in ("hf", "native", "stored"):  # all three are the names on disk
-        views[names] = lambda names=names: replace(made, names=names)
+        views[names] = partial(replace, made, names=names)
     return made
 
 
@@ -464,13 +472,9 @@ def _warn(text: str) -> None:
 # --- the header of a file ---------------------------------------------------------------------------------------------
 
 
-class _Entry(NamedTuple):
-    """One tensor as the header describes it; `begin` and `end` are relative to the data."""
-
-    dtype: str
-    shape: Shape
-    begin: int
-    end: int
+_Entry = tuple[str, Shape, int, int]
+"""One tensor as the header describes it: dtype, shape, begin and end; relative to the data. A plain tuple costs the garbage
+collector nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -513,35 +517,37 @@ def _read_header(source: ByteSource) -> _Header:
         raise FormatError(
             f"{file}: truncated within its header: the header declares {n} bytes, so at least {8 + n} in all, the file has {size}"
         )
-    described = _parsed(read_bytes(source, 8, 8 + n), file)
+    described = _parsed(read_bytes(source, 8, 8 + n), file, _object)
     metadata = described.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError(f"{file}: __metadata__ is to map strings to strings, found {_short(metadata)}")
-    entries = _entries(described, file)
+    for name, entry in described.items():
+        if type(entry) is not tuple:
+            raise FormatError(f"{file}: {name!r} {_unsound(entry)}")
+    entries: dict[str, _Entry] = described
     _check_coverage(entries, 8 + n, size, file)
     return _Header(source, 8 + n, entries, metadata, _offsets(metadata, entries, file) if SHARDING in metadata else {})
 
 
-def _entries(described: Mapping[str, Any], file: str) -> dict[str, _Entry]:
-    """Return the tensors, each with a known dtype, a shape of sizes, and offsets that fit both. A header may have 100,000."""
-    entries = {}
-    for name, found in described.items():
-        try:
-            kind, shape, (begin, end) = found["dtype"], found["shape"], found["data_offsets"]
-            sound = (
-                type(shape) is list
-                and {type(begin), type(end), *map(type, shape)} == {int}  # a bool is none here
-                and (not shape or min(shape) >= 0)
-                and math.prod(shape) * DTYPES[kind][1] == 8 * (end - begin)
-                and (begin < end or math.prod(n or 1 for n in shape) < TOO_LARGE)
-                and len(shape) <= MAX_NDIM
-            )
-        except (TypeError, KeyError, ValueError):
-            sound = False
-        if not sound:
-            raise FormatError(f"{file}: {name!r} {_unsound(found)}")
-        entries[name] = _Entry(kind, tuple(shape), begin, end)
-    return entries
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Entry:
+    """Return a JSON object of a header: a sound description of a tensor as an `_Entry`, anything else as a dict.
+
+    A header may have 100,000 tensors, so they are checked while it is parsed, and no dict or list outlives its check.
+    """
+    found = _unique(pairs)
+    try:
+        kind, shape, (begin, end) = found["dtype"], found["shape"], found["data_offsets"]
+        sound = (
+            type(shape) is list
+            and {type(begin), type(end), *map(type, shape)} == {int}  # a bool is none here
+            and (not shape or min(shape) >= 0)
+            and math.prod(shape) * DTYPES[kind][1] == 8 * (end - begin)
+            and (begin < end or math.prod(n or 1 for n in shape) < TOO_LARGE)
+            and len(shape) <= MAX_NDIM
+        )
+    except (TypeError, KeyError, ValueError):
+        return found
+    return (kind, tuple(shape), begin, end) if sound else found
 
 
 def _unsound(found: Any) -> str:
@@ -562,11 +568,13 @@ def _unsound(found: Any) -> str:
 
 
 def _short(found: Any) -> str:
-    text = repr(found)[:100] if not isinstance(found, list) else repr(found[:10])[:100]
-    return text if len(text) < 100 else f"{text} ..."
+    if isinstance(found, dict):
+        return f"an object with {len(found)} names"
+    text = repr(found[:40] if isinstance(found, list | str) else found)
+    return text if len(text) < 100 else f"{text[:100]} ..."
 
 
-def _are_sizes(found: Any) -> bool:
+def _are_sizes(found: Any) -> TypeGuard[list[int]]:
     return type(found) is list and all(type(n) is int and 0 <= n < 1 << 63 for n in found)  # bool is an int, too
 
 
@@ -574,11 +582,12 @@ def _check_coverage(entries: Mapping[str, _Entry], start: int, size: int, file: 
     """Raise unless the tensors cover the data without hole or overlap, to the file's end."""
     at = 0
     for entry in sorted(entries.values(), key=itemgetter(2, 3)):
-        if entry.begin != at:
+        _, _, begin, end = entry
+        if begin != at:
             name = next(n for n, e in entries.items() if e is entry)
-            what = "leaves a hole after" if entry.begin > at else "overlaps"
-            raise FormatError(f"{file}: {name!r} begins at byte {entry.begin} of the data, and {what} the one that ends at {at}")
-        at = entry.end
+            what = "leaves a hole after" if begin > at else "overlaps"
+            raise FormatError(f"{file}: {name!r} begins at byte {begin} of the data, and {what} the one that ends at {at}")
+        at = end
     if start + at > size:
         raise FormatError(f"{file}: truncated: the header declares {start + at} bytes, the file has {size}")
     if start + at < size:
@@ -594,7 +603,7 @@ def _offsets(metadata: Mapping[str, str], entries: Mapping[str, _Entry], file: s
         at = info.get("saved_offsets") if isinstance(info, dict) else None
         if name not in entries:
             continue
-        shape = entries[name].shape
+        shape = entries[name][1]
         if not _are_sizes(at) or len(at) != len(shape) or any(a + n >= TOO_LARGE for a, n in zip(at, shape, strict=True)):
             raise FormatError(f"{file}: {SHARDING} of {name!r}: {_short(info)} has no saved_offsets of {len(shape)} dims")
         found[name] = tuple(at)
@@ -638,39 +647,38 @@ class _Arrays(Mapping[str, Array]):
         """Return a file's tables by their number of dims, and each tensor's row; one without elements has none."""
         header = self._headers[number]
         rows: dict[str, int] = {}
-        columns: dict[int, tuple[list[int], list[int], list[Shape]]] = defaultdict(lambda: ([], [], []))
+        columns: dict[int, list[tuple[int, int, Shape]]] = defaultdict(list)
         for name, entry in header.entries.items():
             dtype, shape, _ = _shown(entry)
             if 0 not in shape:
-                offset, itemsize, shapes = columns[len(shape)]
-                rows[name] = len(offset)
-                offset.append(header.start + entry.begin)
-                itemsize.append(dtype.itemsize)
-                shapes.append(shape)
+                rows[name] = len(columns[len(shape)])
+                columns[len(shape)].append((header.start + entry[2], dtype.itemsize, shape))
         tables = {}
-        for ndim, (offset, itemsize, shapes) in columns.items():
-            shape = np.asarray(shapes, np.int64).reshape(len(shapes), ndim)
-            strides = _strides(shape, np.asarray(itemsize, np.int64)[:, None])
-            tables[ndim] = table(self._sources, np.full(len(offset), number), offset, np.zeros_like(shape), shape, strides)
+        for ndim, column in columns.items():
+            offset, itemsize, shapes = zip(*column, strict=True)
+            sizes = np.asarray(shapes, np.int64).reshape(len(column), ndim)
+            strides = _strides(sizes, np.asarray(itemsize, np.int64)[:, None])
+            number_column = np.full(len(column), number, np.int64)
+            tables[ndim] = table(self._sources, number_column, offset, np.zeros_like(sizes), sizes, strides)
         return tables, rows
 
 
 def _shown(entry: _Entry) -> tuple[np.dtype[Any], Shape, str | None]:
     """Return dtype and shape of the array, and the format's dtype where NumPy has none: such are arrays of bytes."""
-    dtype, bits = DTYPES[entry.dtype]
+    kind, shape, begin, end = entry
+    dtype, bits = DTYPES[kind]
     if bits >= 8:
-        return dtype, entry.shape, None
-    *outer, last = entry.shape or (0,)
-    rows = (*outer, last * bits // 8) if last * bits % 8 == 0 else (entry.end - entry.begin,)
-    return dtype, rows, entry.dtype
+        return dtype, shape, None
+    *outer, last = shape or (0,)
+    return dtype, (*outer, last * bits // 8) if last * bits % 8 == 0 else (end - begin,), kind
 
 
-def _strides(shape: np.ndarray[Any, np.dtype[np.int64]], itemsize: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _strides(shape: Ints, itemsize: Any) -> Ints:
     """Return row-major strides, in bytes, of each row's shape."""
     found = np.ones_like(shape)
     for d in range(shape.shape[1] - 2, -1, -1):
         found[:, d] = found[:, d + 1] * shape[:, d + 1]
-    return found * itemsize
+    return np.asarray(found * itemsize, np.int64)
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -709,13 +717,14 @@ def _read_json(folder: Folder, file: str, limit: int) -> dict[str, Any]:
     return _parsed(read_bytes(source), file)
 
 
-def _parsed(raw: bytes, what: str) -> dict[str, Any]:
+def _parsed(raw: bytes, what: str, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> dict[str, Any]:
     """Parse a JSON object as strictly as the reference library does, and refuse a name that stands twice."""
     try:
         text = raw.decode()
         if not text.lstrip(" \t\r\n").startswith("{"):  # before lists of millions are made
             raise FormatError(f"{what}: a JSON object was expected, found {text[:20]!r}")
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_refused, parse_int=_integer if "-0" in text else None)
+        integer = _integer if "-0" in text else None
+        found = json.loads(text, object_pairs_hook=hook or _unique, parse_constant=_refused, parse_int=integer)
         if "\\u" in text:
             json.dumps(found, ensure_ascii=False).encode()  # raises on half a surrogate pair
     except UnicodeError as error:
@@ -726,7 +735,8 @@ def _parsed(raw: bytes, what: str) -> dict[str, Any]:
         if isinstance(error, FormatError):
             raise
         raise FormatError(f"{what}: not JSON as expected: {error}") from error
-    assert isinstance(found, dict)
+    if not isinstance(found, dict):
+        raise FormatError(f"{what}: describes one tensor without a name, expected is an object of tensors")
     return found
 
 

@@ -1,4 +1,4 @@
-"""NumPy: one rank's slices as plain arrays, with the dtypes of ml_dtypes where NumPy has none."""
+"""NumPy: one rank's slices as plain, writable arrays, with the dtypes of ml_dtypes where NumPy has none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from meshload.errors import LayoutError
 from meshload.frameworks import Placement, Slice, Wish, World
 from meshload.mesh import Mesh
@@ -18,15 +19,19 @@ class NumPy:
     spans = False
 
     def owns(self, thing: Any) -> bool:
+        """Say whether a thing is a dict of arrays."""
         return isinstance(thing, Mapping) and bool(thing) and all(isinstance(v, np.ndarray) for v in thing.values())
 
     def mesh(self, mesh: Any) -> Mesh:
+        """Raise: NumPy has none."""
         raise LayoutError(f"NumPy has no meshes of its own: {mesh!r}")
 
     def ranks(self, mesh: Any) -> tuple[int, ...]:
+        """Raise: NumPy has none."""
         raise LayoutError(f"NumPy has no meshes of its own: {mesh!r}")
 
     def world(self) -> World | None:
+        """Return None: NumPy runs no processes."""
         return None
 
     def wishes(self, like: Any) -> dict[str, Wish]:
@@ -36,10 +41,17 @@ class NumPy:
         return {name: Wish(tuple(a.shape), np.dtype(a.dtype)) for name, a in like.items()}
 
     def like(self, like: Any, tensors: Mapping[str, Any]) -> Any:
-        return {name: tensors[name] for name in like if name in tensors}
+        """Return a new dict with the same keys in order, moments after them."""
+        kept = {name: tensors[name] for name in like if name in tensors}
+        return {**kept, **{name: tensor for name, tensor in tensors.items() if name not in kept}}
 
     def tensor(self, slices: Sequence[Slice], placement: Placement) -> Any:
-        return slices[0].values
+        """Return the values themselves."""
+        if placement.device not in (None, "cpu"):
+            raise LayoutError(f"device={placement.device!r}: NumPy's arrays lie in main memory")
+        values = slices[0].values
+        return values if values.flags.writeable else values.copy()
 
     def dtype(self, dtype: Any) -> np.dtype[Any] | None:
+        """Return None: all dtypes that meshload knows are NumPy's."""
         return None

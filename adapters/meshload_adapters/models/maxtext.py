@@ -8,7 +8,7 @@ and three of MaxText's own.
 `param_scan_axis` (1 by default; 0 and 1 are known here). Both spellings are known while `scan_layers` is not given.
 
 `rope_type`: with `llama3.1` MaxText rotates adjacent pairs of a head's elements, else the two halves, as Hugging Face always does.
-If it is not given, the config's own rope type decides; that of Llama 3.1 and later is `llama3`. Models without a scale of their own
+If it is not given, the config's own rope type decides; that of Llama 3.1 and later is `llama3`. With neither, reading asks. Models without a scale of their own
 for queries (Llama, Mistral, Mixtral) store the query kernel divided by sqrt(head_dim).
 
 A tied head has no array. The tree begins with `params`, which a training state doubles.
@@ -17,6 +17,8 @@ A tied head has no array. The tree begins with `params`, which a training state 
 _SIZES = """
 heads = kv_heads group
 prefix params.
+spelling decoder.layers.{}. decoder.layers_{}.
+spelling decoder.dense_layer_{}. decoder.layers_{}.
 layer := num_hidden_layers
 embed := hidden_size
 vocab := vocab_size
@@ -65,22 +67,23 @@ _PAIRS = """
 head_dim = side rot
 side := 2 if head_dim % 2 == 0 else 1
 rot := head_dim // side
-pairs := 1 if (rope_type or rope_parameters["rope_type"] or rope_scaling["rope_type"]) in ("llama3.1", "llama3") else 0
+pairs := (1 if (rope_type or rope_parameters["rope_type"] or rope_scaling["rope_type"] or rope_scaling["type"]) in ("llama3.1", "llama3") else 0) if (rope_type or rope_parameters["rope_type"] or rope_scaling["rope_type"] or rope_scaling["type"]) else None
+ask pairs how MaxText rotated is not said; give it in config=, as MaxText's rope_type: 'llama3.1' (adjacent pairs) or 'default' (halves)
 """
 
 _SCALED_QUERY_AND_KEY = """
 q   params.decoder.layers_{layer}.self_attention.query.kernel  embed heads head_dim | * sqrt(head_dim)   if per_layer and not pairs
-q   params.decoder.layers.self_attention.query.kernel  embed layer heads head_dim | * sqrt(head_dim)     if scan_1 and not pairs
-q   params.decoder.layers.self_attention.query.kernel  layer embed heads head_dim | * sqrt(head_dim)     if scan_0 and not pairs
-q   params.decoder.layers_{layer}.self_attention.query.kernel  embed heads (rot side) | * sqrt(head_dim)       if per_layer and pairs
-q   params.decoder.layers.self_attention.query.kernel  embed layer heads (rot side) | * sqrt(head_dim)         if scan_1 and pairs
-q   params.decoder.layers.self_attention.query.kernel  layer embed heads (rot side) | * sqrt(head_dim)         if scan_0 and pairs
-k   params.decoder.layers_{layer}.self_attention.key.kernel    embed kv_heads head_dim                   if per_layer and not pairs
-k   params.decoder.layers.self_attention.key.kernel            embed layer kv_heads head_dim             if scan_1 and not pairs
-k   params.decoder.layers.self_attention.key.kernel            layer embed kv_heads head_dim             if scan_0 and not pairs
-k   params.decoder.layers_{layer}.self_attention.key.kernel    embed kv_heads (rot side)                 if per_layer and pairs
-k   params.decoder.layers.self_attention.key.kernel            embed layer kv_heads (rot side)           if scan_1 and pairs
-k   params.decoder.layers.self_attention.key.kernel            layer embed kv_heads (rot side)           if scan_0 and pairs
+q   params.decoder.layers.self_attention.query.kernel  embed layer heads head_dim | * sqrt(head_dim)   if scan_1 and not pairs
+q   params.decoder.layers.self_attention.query.kernel  layer embed heads head_dim | * sqrt(head_dim)   if scan_0 and not pairs
+q   params.decoder.layers_{layer}.self_attention.query.kernel  embed heads (rot side) | * sqrt(head_dim)   if per_layer and pairs
+q   params.decoder.layers.self_attention.query.kernel  embed layer heads (rot side) | * sqrt(head_dim)   if scan_1 and pairs
+q   params.decoder.layers.self_attention.query.kernel  layer embed heads (rot side) | * sqrt(head_dim)   if scan_0 and pairs
+k   params.decoder.layers_{layer}.self_attention.key.kernel    embed kv_heads head_dim   if per_layer and not pairs
+k   params.decoder.layers.self_attention.key.kernel            embed layer kv_heads head_dim   if scan_1 and not pairs
+k   params.decoder.layers.self_attention.key.kernel            layer embed kv_heads head_dim   if scan_0 and not pairs
+k   params.decoder.layers_{layer}.self_attention.key.kernel    embed kv_heads (rot side)   if per_layer and pairs
+k   params.decoder.layers.self_attention.key.kernel            embed layer kv_heads (rot side)   if scan_1 and pairs
+k   params.decoder.layers.self_attention.key.kernel            layer embed kv_heads (rot side)   if scan_0 and pairs
 """
 
 _MLP = """

@@ -1,12 +1,12 @@
 """What lies beside, or in place of, a quantised 2-D `.weight`, by `quantization_config.quant_method` of a Hugging Face config.
 
 A text begins with `method` and its names. `number := expression` is computed from the quantization_config. Each other line is a
-suffix that takes the place of `weight` in the name, its pattern and perhaps `if condition`: `out` and `in` stand for the two dims of
-the weight as its table has them, `{number}` for a number. `in/128` has one element per block of 128, the last may be short, and
-ranks that share a block both hold it; `out//8` has 8 values packed in one element, and a cut inside one is refused. An empty
-pattern is one value for the whole weight, of shape [] or [1]. `one` is a dim of size 1; `groups` is one that no layout cuts, as
-long as it is stored: where `g_idx` names each input's group, a rank may need any of them. Where `weight` itself is kept, it has a
-line. `refused reason` says why an array of this kind cannot be cut.
+suffix that takes the place of `weight` in the name, its pattern, and perhaps `if condition`. `out` and `in` stand for the weight's
+two dims as its table has them, `{number}` for a number. `in/128` has one element per block of 128, the last may be short, and ranks
+that share a block both hold it; `out//8` has 8 values packed in one element, and a cut inside one is refused. An empty pattern is
+one value for the whole weight, of shape [] or [1]. `one` is a dim of size 1. `groups` is a dim that no layout cuts, as long as it
+is stored: where `g_idx` names each input's group, a rank may need any of them. Where `weight` itself is kept, it has a line.
+`refused reason` says why such arrays cannot be cut.
 
 - fp8: https://github.com/huggingface/transformers/blob/main/src/transformers/integrations/finegrained_fp8.py
 - awq: https://github.com/casper-hansen/AutoAWQ/blob/main/awq/modules/linear/gemm.py; the order inside an element is 0 2 4 6 1 3 5 7
@@ -42,8 +42,8 @@ group := group_size or q_group_size or 128
 qweight            in out//{pack}
 qzeros             in/{group} out//{pack}     if group > 0
 scales             in/{group} out             if group > 0
-qzeros             groups out//{pack}         if group < 0
-scales             groups out                 if group < 0
+qzeros             one out//{pack}            if group < 0
+scales             one out                    if group < 0
 refused only the layout called gemm is known  if (version or "gemm") not in ("gemm", "GEMM")
 refused the width is not 4 or 8 bits          if width not in (4, 8)
 """,
@@ -54,8 +54,10 @@ group := group_size or 128
 qweight            in//{pack} out
 qzeros             in/{group} out//{pack}     if group > 0 and not desc_act
 scales             in/{group} out             if group > 0 and not desc_act
-qzeros             groups out//{pack}         if group < 0 or desc_act
-scales             groups out                 if group < 0 or desc_act
+qzeros             in/{group}@ out//{pack}    if group > 0 and desc_act
+scales             in/{group}@ out            if group > 0 and desc_act
+qzeros             one out//{pack}            if group < 0
+scales             one out                    if group < 0
 g_idx              in
 refused 3-bit values straddle elements        if bits not in (2, 4, 8)
 refused Marlin's tiles are not known          if checkpoint_format == "marlin" or is_marlin_format
@@ -74,7 +76,7 @@ weight_scale                                  if config_groups["group_0"]["weigh
 weight_scale       out one                    if config_groups["group_0"]["weights"]["strategy"] == "channel"
 weight_scale       out/{block0} in/{block1}   if config_groups["group_0"]["weights"]["strategy"] == "block"
 weight_scale       out in/{group}    if config_groups["group_0"]["weights"]["strategy"] == "group" and not by_index
-weight_scale       out groups        if config_groups["group_0"]["weights"]["strategy"] == "group" and by_index
+weight_scale       out in/{group}@   if config_groups["group_0"]["weights"]["strategy"] == "group" and by_index
 weight_g_idx       in
 input_scale
 refused more than one scheme in a checkpoint  if len(config_groups) != 1

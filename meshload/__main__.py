@@ -1,0 +1,5 @@
+"""`python -m meshload` is the command line."""
+
+from .cli import main
+
+main()

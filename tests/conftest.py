@@ -1,0 +1,54 @@
+"""Hypothesis runs the same examples each time and sets no deadline, since CI machines stall; a process has no launcher around it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # the tests that need it skip themselves
+    pass
+else:
+    settings.register_profile(
+        "meshload",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        max_examples=100,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
+    )
+    settings.load_profile("meshload")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., str]:
+    """Run a program in a fresh process, and return what it printed."""
+
+    def run(program: str, *arguments: Any, env: dict[str, str] | None = None, timeout: float = 240) -> str:
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "adapters"), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, "-c", program, *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": paths, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done.stdout
+
+    return run
