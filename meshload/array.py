@@ -155,10 +155,11 @@ class Array:
         view: tensorstore.TensorStore = tensorstore_view(self, max_bytes=max_bytes)
         return view
 
-    def _dim(self, dim: int) -> int:
-        if not -self.ndim <= dim < self.ndim:
-            raise IndexError(f"{self.name}: dim {dim} is out of bounds for {self.ndim} dims")
-        return dim % self.ndim
+    def _dim(self, dim: int, ndim: int | None = None) -> int:
+        ndim = self.ndim if ndim is None else ndim
+        if not -ndim <= dim < ndim:
+            raise IndexError(f"{self.name}: dim {dim} is out of bounds for {ndim} dims")
+        return dim % ndim
 
     def _with(self, pieces: Pieces, shape: Sequence[int]) -> Array:
         return replace(self, pieces=pieces, shape=tuple(shape))
@@ -173,6 +174,7 @@ def stored_whole(
 
 def concatenate(arrays: Sequence[Array], dim: int = 0, *, name: str | None = None) -> Array:
     """Join arrays along a dim that they have."""
+    dim = _first(arrays)._dim(dim)
     first = _alike(arrays, skip=dim)
     tables, at = [], 0
     for array in arrays:
@@ -187,6 +189,7 @@ def concatenate(arrays: Sequence[Array], dim: int = 0, *, name: str | None = Non
 def stack(arrays: Sequence[Array], dim: int = 0, *, name: str | None = None) -> Array:
     """Join arrays of one shape along a new dim."""
     first = _alike(arrays)
+    dim = first._dim(dim, first.ndim + 1)
     tables = [array.pieces.insert(dim, i) for i, array in enumerate(arrays)]
     shape = (*first.shape[:dim], len(arrays), *first.shape[dim:])
     return replace(first, name=name or first.name, shape=shape, pieces=union(tables))
@@ -194,13 +197,18 @@ def stack(arrays: Sequence[Array], dim: int = 0, *, name: str | None = None) -> 
 
 def interleave(arrays: Sequence[Array], dim: int = 0, *, name: str | None = None) -> Array:
     """Join arrays of one shape so that their elements along a dim alternate."""
+    dim = _first(arrays)._dim(dim)
     return stack(arrays, dim + 1, name=name).merge(dim, 2)
 
 
-def _alike(arrays: Sequence[Array], skip: int | None = None) -> Array:
+def _first(arrays: Sequence[Array]) -> Array:
     if not arrays:
         raise ValueError("at least one array is needed")
-    first = arrays[0]
+    return arrays[0]
+
+
+def _alike(arrays: Sequence[Array], skip: int | None = None) -> Array:
+    first = _first(arrays)
 
     def rest(shape: Shape) -> tuple[int | None, ...]:
         return tuple(None if d == skip else n for d, n in enumerate(shape))

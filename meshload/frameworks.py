@@ -35,6 +35,8 @@ class Slice:
     box: Box | None
     """Where they lie in the whole array, as its naming shows it; None where that is no single box."""
     values: NDArray[Any]
+    stored: str | None = None
+    """The format's own name of the dtype, where NumPy has none for it and the values are bytes: `F4`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Wish:
     """Ranks of this process with the boxes that each holds, in order; None where the layout decides."""
     key: Any = None
     """What the framework needs to place it: its own sharding object."""
+    same: tuple[str, ...] = ()
+    """Other names of the same tensor in `like` (tied weights): what is stored under one of them serves all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +119,9 @@ def framework_of(into: str | None, *things: Any) -> Framework:
         if into not in known:
             raise LayoutError(f"there is no framework {into!r}; installed are: {', '.join(sorted(known))}")
         return known[into]
+    plain_first = sorted(known.values(), key=lambda framework: framework.spans)  # a DeviceMesh alone gives plain tensors
     for thing in things:
-        for framework in known.values():
+        for framework in plain_first:
             if thing is not None and framework.owns(thing):
                 return framework
     return known["torch"]

@@ -30,6 +30,7 @@ from .naming import (
     located,
     model_of,
     moment_step,
+    naming_names,
     naming_of,
     shown,
     take_apart,
@@ -39,6 +40,7 @@ from .naming import (
 from .pattern import Line
 from .planning import MAX_BYTES, Plan, Target
 from .planning import plan as join
+from .quantised import SCALES, dequantised, scale_of
 from .reading import Progress, buffers_for, read, values_of
 from .source import open_folder
 from .wanting import Slices, Wanted, shown_axes, want_boxes, want_lines, want_sharded
@@ -79,11 +81,9 @@ def _completed(told: Mapping[str, Any] | None, given: Mapping[str, Any] | None) 
 
 def _views(native: Checkpoint, opened: Checkpoint) -> dict[str, Callable[[], Checkpoint]]:
     """Return the other namings under which a checkpoint can be shown."""
-    from .naming import namings
-
     views: dict[str, Callable[[], Checkpoint]] = dict(opened.views)
     views.setdefault("stored", lambda: replace(opened, names="stored"))
-    for naming in namings():
+    for naming in naming_names():
         views[naming] = partial(_shown_as, native, naming)
     views["native"] = lambda: replace(native, views=views)
     return views
@@ -255,7 +255,9 @@ class _Request:
     dtypes: Mapping[str, np.dtype[Any] | None]
     ties: Sequence[tuple[str, str]]
     ranks: tuple[int, ...]
-    finish: Callable[[str, NDArray[Any]], NDArray[Any]] | None = None
+    scales: Mapping[int, int]
+    """Target of a quantised weight -> the target of its scales, where the weight is to be dequantised."""
+    blocks: Sequence[int] | None
 
     def check_ties(self, buffers: Mapping[int, Any]) -> None:
         """Warn of tied weights whose two stored copies differ; both are kept."""
@@ -274,17 +276,19 @@ class _Request:
         """Turn filled buffers into tensors, letting go of each buffer on the way."""
         by_name: dict[str, list[int]] = {}
         for i, target in enumerate(self.plan.targets):
-            by_name.setdefault(target.name, []).append(i)
+            if i not in self.scales.values():
+                by_name.setdefault(target.name, []).append(i)
         aliases: dict[int, list[str]] = {}
         for alias, i in self.plan.aliases:
             aliases.setdefault(i, []).append(alias)
         tensors: dict[str, Any] = {}
+        factors = {i: values_of(buffers.pop(i), self.plan.targets[i]) for i in set(self.scales.values())}
         for name, numbers in by_name.items():
             targets = [self.plan.targets[i] for i in numbers]
             slices = []
             for i, target in zip(numbers, targets, strict=True):
-                values = self._values(buffers.pop(i), target)
-                slices += [Slice(r, target.box, values) for r in target.ranks]
+                values = self._values(i, buffers.pop(i), target, factors)
+                slices += [Slice(r, target.box, values, target.stored) for r in target.ranks]
             placement = self.placements.get(name) or Placement(targets[0].whole)
             tensor = self.framework.tensor(slices, replace(placement, device=device or placement.device))
             tensors[name] = tensor
@@ -292,10 +296,13 @@ class _Request:
                 tensors[alias] = tensor
         return tensors if self.like is None else self.framework.like(self.like, tensors)
 
-    def _values(self, buffer: Any, target: Target) -> NDArray[Any]:
+    def _values(self, i: int, buffer: Any, target: Target, factors: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
         values = values_of(buffer, target)
-        if self.finish is not None:
-            values = self.finish(target.name, values)
+        if i in self.scales and self.dtype is not None:
+            other = self.plan.targets[self.scales[i]]
+            start = target.box.start if target.box else (0,) * values.ndim
+            scales_start = other.box.start if target.box and other.box else (0,) * values.ndim
+            return dequantised(values, factors[self.scales[i]], self.blocks, start, scales_start, self.dtype)
         wanted = self.dtypes.get(target.name) or (self.dtype if is_floating(values.dtype) else None)
         return values if wanted is None or wanted == values.dtype else values.astype(wanted)
 
@@ -362,7 +369,36 @@ def _request(
     )
     cast = _as_dtype(dtype, framework)
     dtypes = {n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {}
-    return _Request(made, framework, placements, like, cast, dtypes, collect.doubles(), ranks)
+    scales = {} if cast is None else _scales(made, checkpoint.config, cast)
+    quantisation = (checkpoint.config or {}).get("quantization_config") or {}
+    blocks = quantisation.get("weight_block_size")
+    return _Request(made, framework, placements, like, cast, dtypes, collect.doubles(), ranks, scales, blocks)
+
+
+def _scales(made: Plan, config: Mapping[str, Any] | None, cast: np.dtype[Any]) -> dict[int, int]:
+    """Find the scales of the quantised weights that a cast is to dequantise, or say why it cannot."""
+    quantisation = (config or {}).get("quantization_config")
+    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
+    if method not in (None, "fp8", "fbgemm_fp8", "compressed-tensors"):
+        raise LayoutError(
+            f"dtype=: weights quantised by {method} cannot be dequantised yet; leave out dtype= to get them as stored"
+        )
+    at = {(t.name, t.ranks): i for i, t in enumerate(made.targets)}
+    names = {t.name for t in made.targets}
+    found: dict[int, int] = {}
+    for i, target in enumerate(made.targets):
+        if target.dtype.itemsize > 1 or not is_floating(target.dtype) or target.dtype == cast:
+            continue
+        scale = scale_of(target.name, names)
+        if scale is None or (scale, target.ranks) not in at:
+            if target.name.endswith(SCALES):
+                continue
+            raise LayoutError(
+                f"dtype=: {target.name} is {target.stored or target.dtype.name}, which means nothing without scales, and no scales "
+                f"are among what is wanted; leave out dtype= to get the bits as stored"
+            )
+        found[i] = at[scale, target.ranks]
+    return found
 
 
 def _as_dtype(dtype: Any, framework: Framework) -> np.dtype[Any] | None:
@@ -446,7 +482,8 @@ class _View:
 
 
 def _view(checkpoint: Checkpoint, names: str | None, wishes: Mapping[str, Wish] | None) -> _View:
-    if names in ("native", "stored") or (wishes and all(name in checkpoint for name in wishes)):
+    served = wishes and all(any(n in checkpoint for n in (name, *wish.same)) for name, wish in wishes.items())
+    if names in ("native", "stored") or served:
         shown_names = checkpoint.with_names(names) if names else checkpoint
         naming = naming_of(shown_names.arrays, checkpoint.config)
         model = model_of(naming, checkpoint.config, names=shown_names.arrays) if naming else None
@@ -523,10 +560,14 @@ class _Collector:
         prefix: str,
         step_of: Callable[[Step | None], Step | None],
     ) -> None:
+        for name, wish in (self.wishes or {}).items():
+            self.placements[prefix + name] = Placement(wish.shape, key=wish.key)
         if self.wishes is not None and any(w.slices is not None for w in self.wishes.values()):
-            slices = {n: w.slices or _whole(w.shape, self.ranks) for n, w in self.wishes.items() if self._keep(n)}
-            for name, wish in self.wishes.items():
-                self.placements[prefix + name] = Placement(wish.shape, key=wish.key)
+            slices = {
+                n: _whole(w.shape, self.ranks) if w.slices is None else w.slices
+                for n, w in self.wishes.items()
+                if self._keep(n) and w.slices != ()
+            }
             return self._want_boxes(arrays, inventory, slices, prefix, step_of)
         layout = self.layout
         if isinstance(layout, str) and layout != "replicated":
@@ -578,7 +619,8 @@ class _Collector:
             held = self._held(name, shape, axes, at)
             if held:
                 slices[name] = held
-                self.placements[prefix + name] = Placement(shape, self.foreign, axes, at)
+                known = self.placements.get(prefix + name)
+                self.placements[prefix + name] = Placement(tuple(shape), self.foreign, axes, at, known.key if known else None)
         self._want_boxes(arrays, inventory, slices, prefix, step_of)
 
     def _shapes(self, arrays: Mapping[str, Array]) -> Iterable[tuple[str, Sequence[int], tuple[Line, tuple[int, ...]] | None]]:
@@ -626,7 +668,7 @@ class _Collector:
             here = self.mesh.coordinates(r)
             if all(here[a] == i for a, i in at.items()):
                 held.append((r, cut.boxes(tuple(shape), self.mesh, r)))
-        if self.framework.spans:
+        if self.foreign is not None:
             for d, n in enumerate(shape):
                 count = cut.parts_of(d, self.mesh)
                 if n % count and self.framework.name == "jax":
@@ -657,8 +699,16 @@ class _Collector:
         for name in chosen(self.wishes, self.include, self.exclude):
             wish = self.wishes[name]
             if name not in held:
-                self.wanted.missing.setdefault(name, self.ranks[0])
-            elif wish.slices is None and tuple(wish.shape) != held[name].shape:
+                if any(other in held for other in wish.same):
+                    self.wanted.missing.pop(name, None)
+                elif wish.slices != ():
+                    self.wanted.missing.setdefault(name, self.ranks[0])
+            elif wish.slices is not None or (self.framework.spans and self.foreign is not None):
+                if tuple(wish.shape) != held[name].whole:
+                    raise LayoutError(
+                        f"{name}: `like` has shape {tuple(wish.shape)}, the checkpoint holds {held[name].whole}; make both equal"
+                    )
+            elif tuple(wish.shape) != held[name].shape:
                 raise LayoutError(
                     f"{name}: `like` has shape {tuple(wish.shape)}, the layout gives rank {self.ranks[0]} {held[name].shape} "
                     f"of {held[name].whole}; make `like` of local shapes, or pass layout='replicated'"

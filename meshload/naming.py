@@ -41,6 +41,11 @@ def namings() -> dict[str, tuple[Table, ...]]:
     return found
 
 
+def naming_names() -> list[str]:
+    """Return the names of the installed namings."""
+    return sorted({point.name for point in entry_points(group="meshload.models")} - {"quantised"})
+
+
 def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the keys of its `text_config` on top, as multimodal models nest them."""
     nested = config.get("text_config")
@@ -198,9 +203,7 @@ def _decided(model: Model, names: Iterable[str]) -> Model:
     lines = [
         line
         for line in model.table.lines
-        if line.condition is None
-        or set(needed(line.condition)) & set(line.counted)
-        or evaluate(line.condition, model.values)
+        if line.condition is None or set(needed(line.condition)) & set(line.counted) or evaluate(line.condition, model.values)
     ]
     table = replace(model.table, lines=tuple(lines))
     namer = Namer(table)

@@ -142,8 +142,11 @@ def _read_factors(words: Sequence[str], at: int) -> tuple[list[Node], int]:
         if word == "(":
             node, at = _read_bracket(words, at + 1)
         elif word[0] == "/":
+            if not found:
+                raise ValueError(f"pattern {' '.join(words)!r} has blocks of nothing")
             of = found.pop()
-            node = Blocks(of if isinstance(of, Product) else Product((of,)), int(word.lstrip("/")), word.startswith("//"))
+            number, exact, everywhere = int(word.strip("/@")), word.startswith("//"), word.endswith("@")
+            node = Blocks(of if isinstance(of, Product) else Product((of,)), number, exact, everywhere)
         else:
             node = Dim(word.rstrip("~"), word.endswith("~"))
         found.append(node)

@@ -7,11 +7,15 @@ a dim that counts blocks of the weight's dim, so that a layout cuts both alike, 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .array import Array
+from .box import Shape
 from .errors import LayoutError
 from .expression import evaluate
 from .pattern import Line, Product, parse
@@ -140,3 +144,36 @@ def _stored(
         if name in arrays:
             found[index] = arrays[name]
     return found
+
+
+# --- dequantising -----------------------------------------------------------------------------------------------------
+
+SCALES = ("_scale_inv", "_scale")
+"""What is added to a weight's name for the factors that its values are to be multiplied with."""
+
+
+def scale_of(name: str, names: Container[str]) -> str | None:
+    """Return the name of a quantised weight's scales, None where there are none."""
+    return next((name + suffix for suffix in SCALES if name + suffix in names), None)
+
+
+def dequantised(
+    values: NDArray[Any],
+    scales: NDArray[Any],
+    blocks: Sequence[int] | None,
+    start: Shape,
+    scales_start: Shape,
+    dtype: np.dtype[Any],
+) -> NDArray[Any]:
+    """Return weights times their scales, computed in float32 and rounded once.
+
+    `start` is where the values begin in the whole weight, `scales_start` where the scales begin in theirs; both relative to
+    the same origin. With `blocks`, element `i` of a dim has scale `i // block`.
+    """
+    wide = values.astype(np.float32)
+    factors = scales.astype(np.float32)
+    if blocks is not None and factors.ndim == values.ndim:
+        for d, block in enumerate(blocks):
+            rows = (np.arange(values.shape[d]) + start[d]) // block - scales_start[d]
+            factors = np.take(factors, rows, axis=d)
+    return np.asarray((wide * factors).astype(dtype))

@@ -6,7 +6,7 @@ This is the only place that owns threads and staging memory on the way in.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, cast
 
@@ -36,8 +36,8 @@ def read(plan: Plan, buffers: Mapping[int, Bytes], *, progress: Progress | None 
     with ThreadPoolExecutor(max_workers=schedule.threads, thread_name_prefix="meshload") as pool:
         waiting: set[Future[int]] = set()
         try:
-            for item in schedule:
-                waiting.add(pool.submit(work.do, item))
+            for batch in schedule.batches():
+                waiting.add(pool.submit(work.do_all, batch))
                 if len(waiting) >= 4 * schedule.threads:  # a queue short enough to stop soon after a failure
                     finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                     done = _advance(finished, done, total, progress)
@@ -106,6 +106,9 @@ class _Work:
         self.staging = threading.local()
         staged = self.schedule.staged
         self.staging_bytes = int(staged[:, 2].max()) if len(staged) else 0
+
+    def do_all(self, batch: Sequence[Read]) -> int:
+        return sum(map(self.do, batch))
 
     def do(self, item: Read) -> int:
         if isinstance(item, Straight):

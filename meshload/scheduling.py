@@ -7,7 +7,7 @@ value: its counts are those that the sources see.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -201,7 +201,12 @@ class Schedule:
         return len(self.straight) + len(self.staged) + len(self.chunks)
 
     def __iter__(self) -> Iterator[Read]:
-        """Go through the reads: ascending within a source, the sources taken in turns."""
+        """Go through the reads, as `batches` does."""
+        for batch in self.batches():
+            yield from batch
+
+    def batches(self) -> Iterator[list[Read]]:
+        """Go through the reads in batches, each for one thread: ascending within a source, the sources taken in turns."""
         per_source: dict[int, list[tuple[int, Read]]] = {}
         for source, start, length, target, at in self.straight.tolist():
             for skip in range(0, length, REQUEST):
@@ -211,15 +216,30 @@ class Schedule:
             per_source.setdefault(source, []).append((start, Staged(source, start, length, slice(first, end))))
         for chunk in self.chunks:
             per_source.setdefault(chunk.source, []).append((chunk.k, chunk))
-        waiting = [iter(sorted(reads, key=lambda r: r[0])) for reads in per_source.values()]
+        waiting = [_batched(read for _, read in sorted(reads, key=lambda r: r[0])) for reads in per_source.values()]
         while waiting:
             left = []
             for reads in waiting:
                 found = next(reads, None)
                 if found is not None:
-                    yield found[1]
+                    yield found
                     left.append(reads)
             waiting = left
+
+
+def _batched(reads: Iterable[Read]) -> Iterator[list[Read]]:
+    """Let small reads share a batch: handing each to a thread costs more than the read."""
+    batch: list[Read] = []
+    nbytes = 0
+    for read in reads:
+        size = read.nbytes if isinstance(read, Chunk) else read.length
+        if batch and nbytes + size > STRAIGHT:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(read)
+        nbytes += size
+    if batch:
+        yield batch
 
 
 UNIT_COST = 3

@@ -518,7 +518,8 @@ def _read_header(source: ByteSource) -> _Header:
             f"{file}: truncated within its header: the header declares {n} bytes, so at least {8 + n} in all, the file has {size}"
         )
     described = _parsed(read_bytes(source, 8, 8 + n), file, _object)
-    metadata = described.pop("__metadata__", None) or {}
+    metadata = described.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise FormatError(f"{file}: __metadata__ is to map strings to strings, found {_short(metadata)}")
     for name, entry in described.items():
@@ -540,10 +541,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Entry:
         sound = (
             type(shape) is list
             and {type(begin), type(end), *map(type, shape)} == {int}  # a bool is none here
-            and (not shape or min(shape) >= 0)
+            and len(shape) <= MAX_NDIM
+            and min((begin, *shape)) >= 0
             and math.prod(shape) * DTYPES[kind][1] == 8 * (end - begin)
             and (begin < end or math.prod(n or 1 for n in shape) < TOO_LARGE)
-            and len(shape) <= MAX_NDIM
         )
     except (TypeError, KeyError, ValueError):
         return found

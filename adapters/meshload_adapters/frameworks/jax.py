@@ -154,7 +154,8 @@ def _named(placement: Placement) -> Any:
             return SingleDeviceSharding(devices)
         types = tuple(t for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if n in names)
         mesh = JaxMesh(devices, names, axis_types=types)
-    return NamedSharding(mesh, PartitionSpec(*(axes_of(axes) or None for axes in placement.axes)))
+    partition: Any = PartitionSpec  # untyped
+    return NamedSharding(mesh, partition(*(axes_of(axes) or None for axes in placement.axes)))
 
 
 def _name(path: Any) -> str:
@@ -167,7 +168,7 @@ def _wish(name: str, leaf: Any) -> Wish:
     """Return what a leaf wants: the boxes of this process's devices, where it has a sharding."""
     import jax
 
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise LayoutError(f"{name}: {type(leaf).__name__} is no array; a jax.ShapeDtypeStruct or a jax.Array was expected")
     shape, dtype, sharding = tuple(leaf.shape), np.dtype(leaf.dtype), getattr(leaf, "sharding", None)
     if sharding is None:

@@ -87,8 +87,7 @@ class Torch:
         found = {stored: _one_of(name, same, tensors) for (name, same), (stored, _) in _by_name(state)}
         if not _is_module(like):
             extra = {name: tensor for name, tensor in tensors.items() if name not in state}
-            kept = {n: found[n] if n in found else v for n, v in like.items() if n not in found or found[n] is not None}
-            return {**kept, **extra}
+            return {**{n: found.get(n, v) for n, v in like.items() if found.get(n, v) is not None}, **extra}
         strange = [name for name in tensors if name not in state]
         if strange:
             raise LayoutError(f"{listing(strange)}: a module has no place for these; restore them without like=, or with a dict")
@@ -123,7 +122,8 @@ class DTensors(Torch):
 
     def tensor(self, slices: Sequence[Slice], placement: Placement) -> Any:
         """Return a DTensor over those dims of the DeviceMesh at which ranks hold some of the array."""
-        if placement.key is not None:
+        place = placement.key or _Place(None)
+        if place.mesh is not None:
             return super().tensor(slices, placement)
         if placement.mesh is None:
             raise LayoutError("into='dtensor' takes a DeviceMesh as mesh=; sizes alone give plain tensors, into='torch'")
@@ -137,7 +137,7 @@ class DTensors(Torch):
                 f"axes {placement.axes} cut shape {placement.shape} into {slices[0].box} for rank {slices[0].rank}; as a DTensor's "
                 f"{placements} they give {boxes}; name the axes in the order of the mesh, or use sizes that divide"
             )
-        local = tensor_of(slices[0].values, _device(placement, _Place(None, mesh)), slices[0].stored)
+        local = tensor_of(slices[0].values, _device(placement, _Place(place.device, mesh)), slices[0].stored)
         return _dtensor(local, mesh, placements, placement.shape)
 
 
@@ -189,7 +189,7 @@ def _moved(tensor: Any, device: Any) -> Any:
         raise LayoutError("device='meta' holds no values; meshload.plan tells names, shapes and dtypes without reading")
     if device.type != "cuda" or not tensor.numel():
         return tensor.to(device)
-    there = torch.empty_like(tensor, device=device)
+    there: Any = torch.empty_like(tensor, device=device)
     count = max(STAGING // tensor.element_size(), 1)
     for source, target in zip(tensor.reshape(-1).split(count), there.view(-1).split(count), strict=True):
         target.copy_(source.pin_memory(), non_blocking=True)  # torch keeps pinned memory until the copy is done
@@ -280,8 +280,8 @@ def _wish(name: str, tensor: Any, same: tuple[str, ...]) -> Wish:
     held = tuple(tensor.to_local().shape)
     if boxes and local_shape(boxes) != held:
         raise LayoutError(
-            f"{name}: this rank's part of {shape} by {placements} has shape {local_shape(boxes)}, the tensor holds {held}: an uneven "
-            f"cut that the placements do not tell; use sizes that divide"
+            f"{name}: this rank's part of {shape} by {placements} has shape {local_shape(boxes)}, the tensor holds {held}: an "
+            f"uneven cut that the placements do not tell; use sizes that divide"
         )
     slices = tuple((rank, boxes) for rank in Torch().ranks(mesh))
     return Wish(shape, dtype, slices, _Place(device, mesh, placements), same)
@@ -314,14 +314,14 @@ def _by_name(state: Mapping[str, tuple[str, Any]]) -> Iterator[tuple[tuple[str, 
 
 def _one_of(name: str, same: Sequence[str], tensors: Mapping[str, Any]) -> Any:
     """Return the tensor that serves a name and those that are the same tensor in `like`; None where the checkpoint has none."""
-    held = [n for n in (name, *same) if n in tensors]
+    held = [n for n in sorted((name, *same)) if n in tensors]
     differing = [n for n in held[1:] if not _same_bits(tensors[held[0]], tensors[n])]
     if differing:
         raise LayoutError(
-            f"{held[0]} and {differing[0]} are one tensor in `like`, and the checkpoint's two differ; exclude= one of them, or untie "
-            f"the module"
+            f"{held[0]} and {differing[0]} are one tensor in `like`, and the checkpoint's two differ; exclude= one of them, "
+            f"or untie the module"
         )
-    return tensors[min(held, key=(*sorted((name, *same)),).index)] if held else None
+    return tensors[held[0]] if held else None
 
 
 def _same_bits(one: Any, other: Any) -> bool:
