@@ -182,10 +182,11 @@ class Local:
                 found.update({d: Extent(0, m, m) for d, m in zip(dims[i + 1 :], sizes[i + 1 :], strict=True)})
                 return found
             else:
+                ranks = self._place(self.layout.cutting(joint, self.mesh))[1]
                 of = " x ".join(f"{n} {d}" for d, n in zip(dims, sizes, strict=True))
                 raise LayoutError(
                     f"{joint} {start} to {stop} of rank {self.rank} are no box of {of}: the cut must take whole {dim}, "
-                    f"each {inner}, or lie within one; {math.prod(sizes)} {joint} over {self._place(self.layout.cutting(joint, self.mesh))[1]} ranks"
+                    f"each {inner}, or lie within one; {math.prod(sizes)} {joint} over {ranks} ranks"
                 )
         return found
 

@@ -380,9 +380,7 @@ def _scales(made: Plan, config: Mapping[str, Any] | None, cast: np.dtype[Any]) -
     quantisation = (config or {}).get("quantization_config")
     method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
     if method not in (None, "fp8", "fbgemm_fp8", "compressed-tensors"):
-        raise LayoutError(
-            f"dtype=: weights quantised by {method} cannot be dequantised yet; leave out dtype= to get them as stored"
-        )
+        raise LayoutError(f"dtype=: weights quantised by {method} cannot be dequantised; leave out dtype= to get them as stored")
     at = {(t.name, t.ranks): i for i, t in enumerate(made.targets)}
     names = {t.name for t in made.targets}
     found: dict[int, int] = {}

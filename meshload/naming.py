@@ -276,7 +276,8 @@ def take_apart(model: Model, arrays: Mapping[str, Array]) -> Inventory:
     namer = Namer(model.table)
     by_line: dict[int, list[tuple[tuple[int, ...], Array]]] = {}
     lines: dict[int, Line] = {}
-    unexpected, names = [], {}
+    unexpected: list[str] = []
+    names: dict[str, str] = {}
     for name, array in arrays.items():
         found = _located(namer, model.table, name)
         if found is None or not model.has(*found):

@@ -1,9 +1,10 @@
 """A pattern says which parts a stored array shows, in elementary dims; a table is one naming's list of such lines.
 
-`(kv_heads (q group + k + v) head_dim) embed` is a fused QKV weight: `(a b)` is one stored dim, row-major; `(x a + y b)` lays parts
-x and y one after another, each with the dims that only it has; `vocab~` may be longer than the config says (padding); `embed/128`
-counts blocks of 128 (`embed/128@`: all of them on every rank) and `embed//8` groups of 8 packed in one element. A closing `| * 2` is a per-element step from what is
-stored to what is meant. The same pattern at a rank's local sizes is that rank's local tensor.
+`(kv_heads (q group + k + v) head_dim) embed` is a fused QKV weight: `(a b)` is one stored dim, row-major; `(x a + y b)` lays
+parts x and y one after another, each with the dims that only it has; `vocab~` may be longer than the config says (padding).
+`embed/128` counts blocks of 128 (`embed/128@`: all of them on every rank), `embed//8` groups of 8 packed in one element. A
+closing `| * 2` is a per-element step from what is stored to what is meant. The same pattern at a rank's local sizes is that
+rank's local tensor.
 """
 
 from __future__ import annotations

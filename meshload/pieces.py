@@ -180,12 +180,12 @@ class Pieces:
         return table
 
     def _merge_two(self, dim: int, inner: int) -> Pieces:
-        fits = np.asarray(self.shape[:, dim] == 1)
+        fits: NDArray[np.bool_] = self.shape[:, dim] == 1
         whole = self.shape[:, dim + 1] == inner
         if inner == 1:
             fits = np.ones(len(self), bool)
         else:
-            fits = np.asarray(fits | (whole & (self.strides[:, dim] == inner * self.strides[:, dim + 1])))
+            fits = fits | (whole & (self.strides[:, dim] == inner * self.strides[:, dim + 1]))
         table = self if fits.all() else union([self.take(fits), self.take(~fits)._one_row_per_index(dim)])
         one = table.shape[:, dim] == 1
         stride = np.where(one | (inner > 1), table.strides[:, dim + 1], table.strides[:, dim])

@@ -36,7 +36,9 @@ class Method:
 def parse_method(text: str) -> Method:
     """Read one text: `method NAMES [refused REASON]`, `number := expression`, `suffix pattern [if condition]`, `refused REASON`."""
     names: tuple[str, ...] = ()
-    numbers, rows, refusals = [], [], []
+    numbers: list[tuple[str, str]] = []
+    rows: list[tuple[str, str, str | None]] = []
+    refusals: list[tuple[str, str | None]] = []
     for raw in text.splitlines():
         line, _, condition = raw.strip().partition(" if ")
         words = line.split()
