@@ -13,8 +13,9 @@ import json
 import pathlib
 import tempfile
 
-import meshload
 import numpy as np
+
+import meshload
 from meshload.array import stored_whole
 from meshload.errors import FormatError
 from meshload.source import Folder, read_bytes

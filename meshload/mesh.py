@@ -190,7 +190,11 @@ def _runs(n: int, cuts: Sequence[Cut], mesh: Mesh, at: Mapping[str, int]) -> lis
     for cut in cuts:
         held = sum(b - a for a, b in runs)
         count = mesh.size_of(cut.axis)
-        wanted = [parts(held, count * cut.factor, at[cut.axis] + j * count) for j in range(cut.factor)]
+        wanted = []
+        for block in range(cut.factor):  # uneven: DTensor cuts into blocks first, then each block into parts
+            low, high = parts(held, cut.factor, block)
+            start, stop = parts(high - low, count, at[cut.axis])
+            wanted.append((low + start, low + stop))
         runs = [piece for start, stop in wanted for piece in _clip(runs, start, stop)]
     joined: list[tuple[int, int]] = []
     for a, b in runs:

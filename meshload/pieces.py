@@ -182,10 +182,8 @@ class Pieces:
     def _merge_two(self, dim: int, inner: int) -> Pieces:
         fits: NDArray[np.bool_] = self.shape[:, dim] == 1
         whole = self.shape[:, dim + 1] == inner
-        if inner == 1:
-            fits = np.ones(len(self), bool)
-        else:
-            fits = fits | (whole & (self.strides[:, dim] == inner * self.strides[:, dim + 1]))
+        follows = self.strides[:, dim] == inner * self.strides[:, dim + 1]
+        fits = fits | (whole & follows) | (inner == 1)
         table = self if fits.all() else union([self.take(fits), self.take(~fits)._one_row_per_index(dim)])
         one = table.shape[:, dim] == 1
         stride = np.where(one | (inner > 1), table.strides[:, dim + 1], table.strides[:, dim])
@@ -241,7 +239,7 @@ def table(
     if not columns[2].shape == columns[3].shape == columns[4].shape or len(columns[1]) != n:
         raise ValueError(f"columns do not fit: {[c.shape for c in columns]}")
     made = Pieces(tuple(sources), *columns)
-    full = (made.shape > 0).all(axis=1)
+    full: NDArray[np.bool_] = np.all(made.shape > 0, axis=1)
     return made if full.all() else made.take(full)
 
 

@@ -7,7 +7,7 @@ Files. A folder holds `model.safetensors`, or `model.safetensors.index.json` and
 look alike, so nothing is ever merged by globbing: the index decides, and what it does not name is told in
 `meta["unlisted"]`. Where an index and `model.safetensors` are both there, the index decides too.
 
-A safetensors file (https://huggingface.co/docs/safetensors) is, seen in versions 0.3 to 0.8:
+A safetensors file (https://huggingface.co/docs/safetensors) is, as version 0.8 of the library reads it:
 
     u64 little endian N | N bytes of UTF-8 JSON, at most 100,000,000 | data
     {"__metadata__": {"format": "pt"}, "name": {"dtype": "BF16", "shape": [97, 32], "data_offsets": [begin, end]}, ...}
@@ -17,16 +17,17 @@ each where the one before it ends, and the last ends with the file. N need not b
 aligned. The last dim of packed types (`F4`: 2 elements a byte, `F6_*`: 4 in three bytes) counts elements; here they are arrays of
 bytes, with rows of bytes where rows end on bytes, else flat. The reference library accepts more in these points, which are
 refused here: a name twice in one JSON object, a tensor described by a JSON array, a dtype written as an object, more than 32
-dims, zero-size tensors whose other dims overflow.
+dims, zero-size tensors whose other dims overflow. In fields that nobody knows it refuses what is let pass here: nesting beyond
+128, floats beyond the range.
 
 The index is `{"metadata": {"total_size": 224640}, "weight_map": {name: file}}`. `total_size` is often wrong and checks nothing.
 File names stay inside the folder; subfolders are allowed. Links to regular files are followed wherever they lead: hub caches
 consist of them.
 
-torch.distributed.checkpoint's `HuggingFaceStorageWriter` (torch 2.8 to 2.13) writes the same, and, in `sharded/` or instead,
+torch.distributed.checkpoint's `HuggingFaceStorageWriter` (torch 2.13) writes the same, and, in `sharded/` or instead,
 `shard-0000r-model-0000i-of-0000n.safetensors`, r = rank + 1. There the tensors are pieces, and `__metadata__` has
 `DCP_SHARDING_INFO`, a JSON string `{name: {"saved_offsets": [elements per dim]}}`. The whole shape is stored nowhere; it is where
-the last piece ends.
+the last piece ends. A rank missing in between shows as a hole, a missing last one does not show: opening warns.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class HuggingFace:
         if folder.entry is not None and not _is_index(folder.entry):
             return _checkpoint(folder, _one_file(_read_header(folder.file(folder.entry))), listed=[])
         listed = folder.names()
-        stem = _stem(folder, listed, self.variant) or STEMS[self._consolidated(folder, listed)]
+        stem = _stem(folder, listed, self.variant) or (STEMS[1] if self._consolidated(folder, listed) else STEMS[0])
         index = folder.entry or _index_name(stem, self.variant)
         if folder.entry is None and not _is_there(folder, listed, index):
             return _checkpoint(folder, self._without_index(folder, listed, stem), listed)
@@ -161,7 +162,11 @@ class HuggingFace:
             f"{folder.name}: there is no {_index_name(stem, self.variant)}; "
             f"{len(contents.arrays)} arrays were found in the headers of {len(files)} files"
             + (f", {absent} is not there" if absent else "")
-            + (", which hold pieces; whole shapes are stored nowhere, they are where the last piece ends" if pieces else "")
+            + (
+                ", which hold pieces; whole shapes are stored nowhere, they are where the last piece ends, and a missing last rank would not show"
+                if pieces
+                else ""
+            )
         )
         return contents
 
