@@ -43,7 +43,7 @@ from .planning import plan as join
 from .quantised import SCALES, dequantised, scale_of
 from .reading import Progress, buffers_for, read, values_of
 from .source import open_folder
-from .wanting import Slices, Wanted, shown_axes, want_boxes, want_lines, want_sharded
+from .wanting import Homes, Slices, Wanted, homes, shown_axes, want_boxes, want_lines, want_sharded
 
 LayoutLike = Layout | Mapping[str, Sequence[Axes]] | str | None
 
@@ -513,6 +513,7 @@ class _Collector:
     placements: dict[str, Placement]
     include: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
+    _homes: Homes | None = None
 
     def weights(self) -> None:
         """Want the model's weights."""
@@ -655,9 +656,10 @@ class _Collector:
         """Return the places on mesh axes that hold a line's array, where its layer or expert is cut by name."""
         if line is None or isinstance(layout, (str, Mapping)) or self.view.target is None:
             return {}
-        target = self.view.target
-        chosen_layout = layout if isinstance(layout, Layout) else Layout.default()
-        return target.places(line[0], line[1], chosen_layout, self.mesh)
+        if self._homes is None:
+            chosen_layout = layout if isinstance(layout, Layout) else Layout.default()
+            self._homes = homes(self.view.target, chosen_layout, self.mesh)
+        return self._homes.of(*line)
 
     def _held(self, name: str, shape: Sequence[int], axes: tuple[Axes, ...], at: Mapping[str, int]) -> Slices:
         cut: Sharding = sharding(axes)

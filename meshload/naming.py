@@ -22,8 +22,7 @@ from .box import Shape
 from .checkpoint import Checkpoint
 from .errors import LayoutError, listing
 from .expression import evaluate, needed
-from .layout import Extent, Layout, size_of_blocks
-from .mesh import Mesh
+from .layout import size_of_blocks
 from .pattern import Line, Namer, Pattern, Table, find, fuse, parse_table, refined, shown_shape
 from .pieces import Pieces, stacked, union
 from .quantised import Method, parse_method, with_companions
@@ -135,26 +134,6 @@ class Model:
         for index in self.indices(line, over):
             yield rename(line, index), line, index
 
-    def places(self, line: Line, index: Sequence[int], layout: Layout, mesh: Mesh) -> dict[str, int]:
-        """Return the places on mesh axes outside of which a layout holds nothing of an array: its stage, its experts' ranks."""
-        where = dict(zip(line.counted, index, strict=True))
-        found: dict[str, int] = {}
-        for dim in ("layer", "expert") if line.where == "layers" else ("layer",):
-            axes = layout.cutting(dim, mesh)
-            if not axes or (line.where == "layers" and dim not in where):
-                continue
-            for rank in range(mesh.size):
-                local = layout.at(mesh, rank, self.sizes, self.joints)
-                if line.where == "layers":
-                    extent = local.layers if dim == "layer" else _run(local.extent(dim))
-                    here = where[dim] in extent
-                else:
-                    here = local.is_first if line.where == "first" else local.is_last
-                if here:
-                    found.update({a: mesh.coordinates(rank)[a] for a in axes})
-                    break
-        return found
-
     @cached_property
     def ties(self) -> dict[str, str]:
         """Alias -> name, of the weights that the config ties."""
@@ -218,10 +197,6 @@ def methods() -> tuple[Method, ...]:
     """Return the installed methods of quantisation."""
     points = entry_points(group="meshload.models", name="quantised")
     return tuple(parse_method(text) for point in points for text in point.load())
-
-
-def _run(extent: Extent) -> range:
-    return range(extent.start, extent.start + extent.count)
 
 
 def rename(line: Line, index: Sequence[int]) -> str:

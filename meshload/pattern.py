@@ -370,7 +370,9 @@ class Table:
         found = {}
         for dim, text in self.sizes.items():
             n = evaluate(text, values)
-            if n is not None:
+            if isinstance(n, str):
+                values[dim] = n  # a word that later lines ask about, no size
+            elif n is not None:
                 if not isinstance(n, int) or isinstance(n, bool) or n < 0:
                     raise LayoutError(f"config: {dim} = {text} is {n!r}, a whole number was expected")
                 found[dim] = values[dim] = n

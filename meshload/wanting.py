@@ -6,6 +6,7 @@ of an array as its naming shows it (a JAX sharding, DTensor placements, a dict o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -343,6 +344,55 @@ def shown_axes(pattern: Pattern, layout: Layout, mesh: Mesh, joints: Mapping[str
     if found:
         found[0] = (*found[0], *(a for a in layout.row_axes(mesh) if a not in used))
     return tuple(found)
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where a layout keeps the arrays of each layer and expert, and of the outer stages: places on the axes that cut them."""
+
+    layers: Mapping[int, Mapping[str, int]]
+    experts: Mapping[int, Mapping[str, int]]
+    first: Mapping[str, int]
+    last: Mapping[str, int]
+
+    def of(self, line: Line, index: Sequence[int]) -> dict[str, int]:
+        """Return the places on mesh axes outside of which nothing of an array is held."""
+        if line.where != "layers":
+            return dict(self.first if line.where == "first" else self.last)
+        where = dict(zip(line.counted, index, strict=True))
+        layer = self.layers.get(where["layer"], {}) if "layer" in where else {}
+        expert = self.experts.get(where["expert"], {}) if "expert" in where else {}
+        return {**layer, **expert}
+
+
+def homes(model: Model, layout: Layout, mesh: Mesh) -> Homes:
+    """Work out once where a layout keeps what names count."""
+    layers: dict[int, dict[str, int]] = {}
+    experts: dict[int, dict[str, int]] = {}
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for at in _corners(layout.cutting("layer", mesh), mesh):
+        local = layout.at(mesh, _rank(mesh, at), model.sizes, model.joints)
+        layers.update(dict.fromkeys(local.layers, at))
+        first = at if local.is_first else first
+        last = at if local.is_last else last
+    if "expert" in model.sizes:
+        for at in _corners(layout.cutting("expert", mesh), mesh):
+            extent = layout.at(mesh, _rank(mesh, at), model.sizes, model.joints).extent("expert")
+            experts.update(dict.fromkeys(range(extent.start, extent.start + extent.count), at))
+    return Homes(layers, experts, first, last)
+
+
+def _corners(axes: Sequence[str], mesh: Mesh) -> Iterator[dict[str, int]]:
+    for places in itertools.product(*(range(mesh.size_of(a)) for a in axes)):
+        yield dict(zip(axes, places, strict=True))
+
+
+def _rank(mesh: Mesh, at: Mapping[str, int]) -> int:
+    rank = 0
+    for name, n in zip(mesh.names, mesh.sizes, strict=True):
+        rank = rank * n + at.get(name, 0)
+    return rank
 
 
 def _names(node: Any) -> Iterator[str]:

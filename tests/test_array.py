@@ -66,7 +66,11 @@ def of_pieces(values: Values, cuts: list[int], name: str = "w") -> Array:
 def of_chunks(values: Values, chunk: list[int], name: str = "w") -> Array:
     """Store an array as compressed zarr chunks."""
     store = tensorstore.open(
-        {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": {"codecs": [{"name": "gzip", "configuration": {"level": 1}}]}},
+        {
+            "driver": "zarr3",
+            "kvstore": {"driver": "memory"},
+            "metadata": {"codecs": [{"name": "gzip", "configuration": {"level": 1}}]},
+        },
         create=True,
         dtype=tensorstore.dtype(values.dtype),
         shape=values.shape,

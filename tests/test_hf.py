@@ -170,7 +170,7 @@ def test_dcp_consolidated_folder_opens() -> None:
 def test_dcp_sharded_folder_is_assembled_with_a_warning() -> None:
     folder = open_folder(DCP / "checkpoint" / "sharded")
     assert HuggingFace().matches(folder)
-    with pytest.warns(MeshloadWarning, match="hold pieces"):
+    with pytest.warns(MeshloadWarning, match="they hold pieces"):
         checkpoint = HuggingFace().open(folder)
     truth = golden(DCP / "golden.safetensors")
     assert set(checkpoint) == set(truth)
@@ -182,7 +182,7 @@ def test_dcp_sharded_folder_is_assembled_with_a_warning() -> None:
 def test_dcp_sharded_folder_without_a_ranks_file_tells_what_is_lost(tmp_path: Path) -> None:
     shutil.copytree(DCP / "checkpoint" / "sharded", tmp_path / "sharded")
     (tmp_path / "sharded" / "shard-00002-model-00001-of-00002.safetensors").unlink()
-    with pytest.warns(MeshloadWarning, match="hold pieces"):
+    with pytest.warns(MeshloadWarning, match="they hold pieces"):
         checkpoint = opened(tmp_path / "sharded")
     assert "lm_head.weight" in checkpoint.unavailable
     with pytest.raises(MissingArray, match=r"lm_head.weight: its pieces, in shard-.* hold \d+ of the 3104 elements"):

@@ -44,9 +44,7 @@ def test_b20_a_norm_over_kv_heads_follows_them() -> None:
     assert extents("tp=4", "kv_heads", kv_heads=2, group=2) == [(r // 2, 1) for r in range(4)]
 
 
-@pytest.mark.parametrize(
-    ("tp", "kv", "group"), [(3, 2, 2), (8, 6, 2), (2, 3, 1), (4, 3, 2), (6, 4, 2)], ids=lambda n: str(n)
-)
+@pytest.mark.parametrize(("tp", "kv", "group"), [(3, 2, 2), (8, 6, 2), (2, 3, 1), (4, 3, 2), (6, 4, 2)], ids=lambda n: str(n))
 def test_b16_a_cut_of_heads_that_is_no_box_raises_with_the_numbers(tp: int, kv: int, group: int) -> None:
     found = []
     for rank in range(tp):
@@ -117,7 +115,8 @@ def stages(mesh: str, layers: int, layout: Layout | None = None) -> list[list[in
 
 
 @pytest.mark.parametrize(
-    ("layers", "count", "sizes"), [(7, 4, [2, 2, 2, 1]), (30, 4, [8, 8, 7, 7]), (10, 3, [4, 3, 3]), (7, 3, [3, 2, 2]), (2, 3, [1, 1, 0])]
+    ("layers", "count", "sizes"),
+    [(7, 4, [2, 2, 2, 1]), (30, 4, [8, 8, 7, 7]), (10, 3, [4, 3, 3]), (7, 3, [3, 2, 2]), (2, 3, [1, 1, 0])],
 )
 def test_b05_b07_every_layer_is_on_exactly_one_stage(layers: int, count: int, sizes: list[int]) -> None:
     found = stages(f"pp={count}", layers)

@@ -102,7 +102,9 @@ def test_strided_boxes_hold_what_dtensor_holds() -> None:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     count = 0
-    for n, sizes, factors in itertools.product((8, 16, 24, 13, 5, 1), [(2,), (4,), (2, 2), (3, 2), (2, 2, 2)], [(2,), (1, 2), (4, 2), (2, 1, 3)]):
+    for n, sizes, factors in itertools.product(
+        (8, 16, 24, 13, 5, 1), [(2,), (4,), (2, 2), (3, 2), (2, 2, 2)], [(2,), (1, 2), (4, 2), (2, 1, 3)]
+    ):
         names = tuple(f"a{i}" for i in range(len(sizes)))
         mesh = Mesh(names, sizes)
         used = [factors[i % len(factors)] for i in range(len(sizes))]

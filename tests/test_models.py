@@ -528,7 +528,7 @@ def companions(method: str, quantisation: Mapping[str, Any]) -> dict[str, str]:
 
 
 def companion_shape(pattern: str, rows: int, columns: int) -> tuple[int, ...]:
-    sizes = {"out": rows, "in": columns, "one": 1, "groups": -1}
+    sizes = {"out": rows, "in": columns, "one": 1}
     return tuple(size_of(str(product), sizes) for product in parse(pattern).dims)
 
 
@@ -551,10 +551,14 @@ def test_awq_packs_outputs_and_gptq_packs_inputs() -> None:
     assert companions("gptq", {"bits": 8, "group_size": 32})["qweight"] == "in//4 out"
 
 
-@pytest.mark.parametrize("quantisation", [{"group_size": 128, "desc_act": True}, {"group_size": -1}])
-def test_groups_in_the_order_of_activations_are_never_cut(quantisation: dict[str, Any]) -> None:
-    lines = companions("gptq", {"bits": 4, **quantisation})
-    assert (lines["qzeros"], lines["scales"]) == ("groups out//8", "groups out")
+def test_groups_in_the_order_of_activations_are_on_every_rank() -> None:
+    lines = companions("gptq", {"bits": 4, "group_size": 128, "desc_act": True})
+    assert (lines["qzeros"], lines["scales"]) == ("in/128@ out//8", "in/128@ out")
+
+
+def test_a_single_group_is_on_every_rank() -> None:
+    lines = companions("gptq", {"bits": 4, "group_size": -1})
+    assert (lines["qzeros"], lines["scales"]) == ("one out//8", "one out")
 
 
 def test_compressed_tensors_pack_inputs_or_keep_the_weight() -> None:

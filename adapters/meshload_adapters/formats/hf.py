@@ -74,6 +74,8 @@ STEMS = ("model", "consolidated")
 
 SHARDING = "DCP_SHARDING_INFO"
 
+PIECES = "they hold pieces, and no whole shape: arrays end where their last piece ends, so a missing last rank would not show"
+
 BYTE = np.dtype(np.uint8)
 
 DTYPES: dict[str, tuple[np.dtype[Any], int]] = {
@@ -162,11 +164,7 @@ class HuggingFace:
             f"{folder.name}: there is no {_index_name(stem, self.variant)}; "
             f"{len(contents.arrays)} arrays were found in the headers of {len(files)} files"
             + (f", {absent} is not there" if absent else "")
-            + (
-                ", which hold pieces; whole shapes are stored nowhere, they are where the last piece ends, and a missing last rank would not show"
-                if pieces
-                else ""
-            )
+            + (f"; {PIECES}" if pieces else "")
         )
         return contents
 

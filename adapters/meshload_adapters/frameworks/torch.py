@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshload.box import Box
 from meshload.errors import LayoutError, MeshloadWarning, listing
 from meshload.frameworks import Placement, Slice, Wish, World
-from meshload.mesh import Cut, Mesh, Sharding, axes_of
+from meshload.mesh import Cut, Mesh, Sharding, axes_of, sharding
 from meshload.naming import unwrapped
 from meshload.wanting import local_shape
 
@@ -131,12 +131,7 @@ class DTensors(Torch):
             raise LayoutError(f"a DTensor holds this process's shard, {len(slices)} ranks were asked for; leave out rank=")
         mesh = _without(placement.mesh, placement.at)
         placements = _placements(self.mesh(mesh), placement.axes)
-        boxes = _boxes(mesh, placements, placement.shape)
-        if boxes != (slices[0].box,):
-            raise LayoutError(
-                f"axes {placement.axes} cut shape {placement.shape} into {slices[0].box} for rank {slices[0].rank}; as a DTensor's "
-                f"{placements} they give {boxes}; name the axes in the order of the mesh, or use sizes that divide"
-            )
+        _check_sayable(self.mesh(mesh), placements, placement)
         local = tensor_of(slices[0].values, _device(placement, _Place(place.device, mesh)), slices[0].stored)
         return _dtensor(local, mesh, placements, placement.shape)
 
@@ -151,8 +146,8 @@ def tensor_of(values: NDArray[Any], device: Any = None, stored: str | None = Non
     own = torch_dtype(values.dtype, stored)
     if not (values.flags.writeable and values.flags.c_contiguous):
         values = values.copy()
-    native = values.dtype.kind in "biufc"
-    tensor = torch.from_numpy(values if native else values.view(np.dtype(f"u{values.dtype.itemsize}")))
+    own_bits = values if values.dtype.isbuiltin == 1 else values.view(np.dtype(f"u{values.dtype.itemsize}"))
+    tensor = torch.from_numpy(own_bits)
     if device is not None:
         tensor = _moved(tensor, torch.device(device))
     return tensor if tensor.dtype == own else tensor.view(own)
@@ -245,23 +240,39 @@ def _placements(mesh: Mesh, axes: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
+def _check_sayable(mesh: Mesh, placements: Sequence[Any], placement: Placement) -> None:
+    """Check that placements give each rank what the axes give it: where a cut is uneven, strided shards may not."""
+    meant = sharding(placement.axes)
+    said = _sharding(placements, mesh.names, len(placement.shape))
+    if not said.is_strided or all(n % meant.parts_of(d, mesh) == 0 for d, n in enumerate(placement.shape)):
+        return
+    for rank in range(mesh.size):
+        one, other = (s.boxes(placement.shape, mesh, rank) for s in (meant, said))
+        if one != other:
+            raise LayoutError(
+                f"axes {placement.axes} of mesh {mesh} cut shape {placement.shape} into {one} for rank {rank}; a DTensor's {placements} "
+                f"give {other}; name the axes in the order of the mesh, or use sizes that divide"
+            )
+
+
 def _boxes(mesh: Any, placements: Sequence[Any], shape: Sequence[int]) -> tuple[Box, ...]:
     """Return the boxes of this process in an array; none where it takes no part."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return ()
-    cuts: list[list[Cut]] = [[] for _ in shape]
-    for i, placement in enumerate(placements):
+    ranks = Torch().ranks(mesh)
+    sized = Torch().mesh(mesh)
+    return _sharding(placements, sized.names, len(shape)).boxes(tuple(shape), sized, ranks[0]) if ranks else ()
+
+
+def _sharding(placements: Sequence[Any], names: Sequence[str], ndim: int) -> Sharding:
+    """Return placements as cuts, in the order of the mesh."""
+    cuts: list[list[Cut]] = [[] for _ in range(ndim)]
+    for axis, placement in zip(names, placements, strict=True):
         if placement.is_replicate():
             continue
         dim = getattr(placement, "dim", None)
         if placement.is_partial() or dim is None:
             raise LayoutError(f"placement {placement} has no slices of its own; Shard or Replicate was expected")
-        cuts[dim % len(shape)].append(Cut(str(i), getattr(placement, "split_factor", 1)))
-    sizes = tuple(mesh.mesh.shape)
-    sized = Mesh(tuple(map(str, range(len(sizes)))), sizes)
-    rank = int(np.ravel_multi_index(tuple(coordinate), sizes))
-    return Sharding(tuple(map(tuple, cuts))).boxes(tuple(shape), sized, rank)
+        cuts[dim % ndim].append(Cut(axis, getattr(placement, "split_factor", 1)))
+    return Sharding(tuple(map(tuple, cuts)))
 
 
 # --- modules and state dicts ------------------------------------------------------------------------------------------

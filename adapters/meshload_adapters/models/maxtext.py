@@ -8,8 +8,8 @@ and three of MaxText's own.
 `param_scan_axis` (1 by default; 0 and 1 are known here). Both spellings are known while `scan_layers` is not given.
 
 `rope_type`: with `llama3.1` MaxText rotates adjacent pairs of a head's elements, else the two halves, as Hugging Face always does.
-If it is not given, the config's own rope type decides; that of Llama 3.1 and later is `llama3`. With neither, reading asks. Models without a scale of their own
-for queries (Llama, Mistral, Mixtral) store the query kernel divided by sqrt(head_dim).
+If it is not given, the config's own rope type decides; that of Llama 3.1 and later is `llama3`. With neither, reading asks.
+Models without a scale of their own for queries (Llama, Mistral, Mixtral) store the query kernel divided by sqrt(head_dim).
 
 A tied head has no array. The tree begins with `params`, which a training state doubles.
 """
@@ -67,8 +67,9 @@ _PAIRS = """
 head_dim = side rot
 side := 2 if head_dim % 2 == 0 else 1
 rot := head_dim // side
-pairs := (1 if (rope_type or rope_parameters["rope_type"] or rope_scaling["rope_type"] or rope_scaling["type"]) in ("llama3.1", "llama3") else 0) if (rope_type or rope_parameters["rope_type"] or rope_scaling["rope_type"] or rope_scaling["type"]) else None
-ask pairs how MaxText rotated is not said; give it in config=, as MaxText's rope_type: 'llama3.1' (adjacent pairs) or 'default' (halves)
+rope := rope_type or rope_parameters["rope_type"] or rope_scaling["rope_type"] or rope_scaling["type"]
+pairs := (1 if rope in ("llama3.1", "llama3") else 0) if rope else None
+ask pairs how heads are rotated is not said; give MaxText's rope_type in config=: 'llama3.1' (pairs) or 'default' (halves)
 """
 
 _SCALED_QUERY_AND_KEY = """
