@@ -408,7 +408,7 @@ def _as_dtype(dtype: Any, framework: Framework) -> np.dtype[Any] | None:
     if own is None:
         short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}.get(str(dtype), str(dtype))
         try:
-            own = np.dtype(getattr(ml_dtypes, short, None) or dtype if isinstance(dtype, str) else dtype)
+            own = np.dtype(getattr(ml_dtypes, short, None) or short if isinstance(dtype, str) else dtype)
         except TypeError as error:
             raise LayoutError(f"dtype={dtype!r} is no dtype of NumPy, ml_dtypes or {framework.name}") from error
     if not is_floating(own):

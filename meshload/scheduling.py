@@ -7,6 +7,7 @@ value: its counts are those that the sources see.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -206,7 +207,7 @@ class Schedule:
             yield from batch
 
     def batches(self) -> Iterator[list[Read]]:
-        """Go through the reads in batches, each for one thread: ascending within a source, the sources taken in turns."""
+        """Go through the reads in batches, each for one thread: ascending within a source, a few sources taken in turns."""
         per_source: dict[int, list[tuple[int, Read]]] = {}
         for source, start, length, target, at in self.straight.tolist():
             for skip in range(0, length, REQUEST):
@@ -216,15 +217,16 @@ class Schedule:
             per_source.setdefault(source, []).append((start, Staged(source, start, length, slice(first, end))))
         for chunk in self.chunks:
             per_source.setdefault(chunk.source, []).append((chunk.k, chunk))
-        waiting = [_batched(read for _, read in sorted(reads, key=lambda r: r[0])) for reads in per_source.values()]
-        while waiting:
-            left = []
-            for reads in waiting:
-                found = next(reads, None)
-                if found is not None:
-                    yield found
-                    left.append(reads)
-            waiting = left
+        waiting = deque(_batched(read for _, read in sorted(reads, key=lambda r: r[0])) for reads in per_source.values())
+        turns: deque[Iterator[list[Read]]] = deque()
+        while waiting or turns:
+            while waiting and len(turns) < self.threads:
+                turns.append(waiting.popleft())
+            reads = turns.popleft()
+            batch = next(reads, None)
+            if batch is not None:
+                yield batch
+                turns.append(reads)
 
 
 def _batched(reads: Iterable[Read]) -> Iterator[list[Read]]:

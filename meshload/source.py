@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -186,7 +186,7 @@ class LocalFolder:
 
 @dataclass(frozen=True, eq=False)
 class LocalFile:
-    """A regular file, opened at its first read."""
+    """A regular file, opened when it is read."""
 
     path: Path
     name: str
@@ -195,23 +195,26 @@ class LocalFile:
     unit = 1
     gap = 4096
 
-    @cached_property
-    def _descriptor(self) -> _Descriptor:
-        try:
-            return _Descriptor(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            raise SourceError(f"{self.name}: cannot be opened: {error.strerror}") from error
-
     def read_into(self, start: int, out: Bytes) -> None:
         view, at = memoryview(out.data).cast("B"), start
+        descriptor = _descriptor(self)
         while len(view):
             try:
-                n = os.preadv(self._descriptor.number, [view], at)
+                n = os.preadv(descriptor.number, [view], at)
             except OSError as error:
                 raise SourceError(f"{self.name}: reading {len(view)} bytes at {at} failed: {error.strerror}") from error
             if n == 0:
                 raise SourceError(f"{self.name}: ends at byte {at}, expected {start + len(out)}; it was cut while being read")
             view, at = view[n:], at + n
+
+
+@lru_cache(maxsize=64)
+def _descriptor(file: LocalFile) -> _Descriptor:
+    """Return a file's open descriptor; the least used are closed, since a checkpoint may have more files than a process may open."""
+    try:
+        return _Descriptor(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise SourceError(f"{file.name}: cannot be opened: {error.strerror}") from error
 
 
 class _Descriptor:

@@ -463,8 +463,8 @@ class TestDTensors:
             assert equal(found.to_local(), values[tp * 4 + dp * 2 : tp * 4 + dp * 2 + 2])
 
     def test_axes_that_dtensor_cannot_say_are_refused(self, tmp_path: Path, pretend: Callable[..., Any]) -> None:
-        path = write_safetensors(tmp_path / "model.safetensors", {"w": ramp("w", (7, 2))})
-        mesh = pretend(0, (2, 3), ("dp", "tp"))
+        path = write_safetensors(tmp_path / "model.safetensors", {"w": ramp("w", (20, 2))})
+        mesh = pretend(0, (3, 3), ("dp", "tp"))
         with pytest.raises(LayoutError, match="as a DTensor's"):
             meshload.restore(path, mesh=mesh, into="dtensor", layout={"w": (("tp", "dp"),)})
 

@@ -144,6 +144,8 @@ def tensor_of(values: NDArray[Any], device: Any = None, stored: str | None = Non
     import torch
 
     own = torch_dtype(values.dtype, stored)
+    if not values.size:
+        return torch.empty(values.shape, dtype=own, device=device)
     if not (values.flags.writeable and values.flags.c_contiguous):
         values = values.copy()
     own_bits = values if values.dtype.isbuiltin == 1 else values.view(np.dtype(f"u{values.dtype.itemsize}"))
@@ -182,7 +184,7 @@ def _moved(tensor: Any, device: Any) -> Any:
 
     if device.type == "meta":
         raise LayoutError("device='meta' holds no values; meshload.plan tells names, shapes and dtypes without reading")
-    if device.type != "cuda" or not tensor.numel():
+    if device.type != "cuda":
         return tensor.to(device)
     there: Any = torch.empty_like(tensor, device=device)
     count = max(STAGING // tensor.element_size(), 1)
@@ -250,8 +252,8 @@ def _check_sayable(mesh: Mesh, placements: Sequence[Any], placement: Placement) 
         one, other = (s.boxes(placement.shape, mesh, rank) for s in (meant, said))
         if one != other:
             raise LayoutError(
-                f"axes {placement.axes} of mesh {mesh} cut shape {placement.shape} into {one} for rank {rank}; a DTensor's {placements} "
-                f"give {other}; name the axes in the order of the mesh, or use sizes that divide"
+                f"axes {placement.axes} of mesh {mesh} cut shape {placement.shape} into {one} for rank {rank}; as a DTensor's "
+                f"{placements} they give {other}; name the axes in the order of the mesh, or use sizes that divide"
             )
 
 
