@@ -207,30 +207,44 @@ def rename(line: Line, index: Sequence[int]) -> str:
 # --- what is stored ---------------------------------------------------------------------------------------------------
 
 
+Kind = tuple[np.dtype[Any], str | None, Step | None]
+"""A dtype, the format's own name of it where NumPy has none, and the step to what is meant."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """A part as it is stored: its dims, and its pieces per dtype (and stored dtype name, and step)."""
 
     dims: tuple[str, ...]
-    groups: dict[tuple[np.dtype[Any], str | None, Step | None], Pieces] = field(default_factory=dict)
-    at: dict[tuple[str, ...], dict[tuple[int, ...], tuple[np.dtype[Any], str | None, Step | None]]] = field(default_factory=dict)
+    groups: dict[Kind, Pieces] = field(default_factory=dict)
+    at: dict[tuple[str, ...], dict[tuple[int, ...], Kind]] = field(default_factory=dict)
     """Counted dims -> index -> the group that it is in."""
 
-    def kind(self, counted: Sequence[str], index: Sequence[int]) -> tuple[np.dtype[Any], str | None, Step | None] | None:
+    _seen: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[tuple[int, ...], set[Kind]]] = field(default_factory=dict)
+
+    def kind(self, counted: Sequence[str], index: Sequence[int]) -> Kind | None:
         """Return the dtype, its stored name and the step of what is stored at an index; None where nothing is."""
-        if len(self.groups) == 1:
-            return next(iter(self.groups))
         where = dict(zip(counted, index, strict=True))
-        for dims, kinds in self.at.items():
-            if all(d in where for d in dims):
-                found = kinds.get(tuple(where[d] for d in dims))
-                if found is not None:
-                    return found
-        if all(all(d in where for d in dims) for dims in self.at):
-            return None
-        raise LayoutError(
-            f"a part is stored in several dtypes ({listing(str(d) for d, _, _ in self.groups)}) that one array cannot hold"
-        )
+        found: set[Kind] = set()
+        for dims in self.at:
+            shared = tuple(d for d in dims if d in where)
+            found |= self._kinds(dims, shared).get(tuple(where[d] for d in shared), set())
+        if len(found) > 1:
+            dtypes = listing(str(dtype) for dtype, _, _ in found)
+            raise LayoutError(
+                f"{' '.join(self.dims)} at {where} is stored in several dtypes ({dtypes}), which one array cannot hold"
+            )
+        return next(iter(found), None)
+
+    def _kinds(self, dims: tuple[str, ...], shared: tuple[str, ...]) -> dict[tuple[int, ...], set[Kind]]:
+        """Return what is stored at the indices of some of the counted dims."""
+        found = self._seen.get((dims, shared))
+        if found is None:
+            found = self._seen[dims, shared] = {}
+            places = [dims.index(d) for d in shared]
+            for index, kind in self.at[dims].items():
+                found.setdefault(tuple(index[p] for p in places), set()).add(kind)
+        return found
 
 
 @dataclass(frozen=True)

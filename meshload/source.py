@@ -210,7 +210,7 @@ class LocalFile:
 
 @lru_cache(maxsize=64)
 def _descriptor(file: LocalFile) -> _Descriptor:
-    """Return a file's open descriptor; the least used are closed, since a checkpoint may have more files than a process may open."""
+    """Return an open descriptor; the least used are closed, since there may be more files than a process may open."""
     try:
         return _Descriptor(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:

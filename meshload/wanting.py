@@ -19,12 +19,11 @@ from .box import Box, Shape, row_major, whole
 from .errors import LayoutError
 from .layout import Layout, Local
 from .mesh import Mesh, Sharding
-from .naming import Inventory, Model, Stored, between, rename
+from .naming import Inventory, Kind, Model, Stored, between, rename
 from .pattern import Line, Pattern, find, shown_shape
 from .pieces import Ints, Pieces, table, union
 from .planning import Job, Target, Targets
 
-Kind = tuple[np.dtype[Any], str | None, Step | None]
 Slices = tuple[tuple[int, tuple[Box, ...]], ...]
 """Ranks with the boxes that each holds."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import re
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -680,8 +683,6 @@ def test_the_frameworks_are_installed() -> None:
 
 
 def test_nothing_is_imported_to_ask_whose_a_thing_is() -> None:
-    import subprocess
-
     program = (
         "import sys, numpy; from meshload.frameworks import installed\n"
         "for f in installed().values(): f.owns({'a': numpy.zeros(1)}), f.owns(object()), f.world(), f.dtype(numpy.dtype('f4'))\n"
@@ -693,3 +694,36 @@ def test_nothing_is_imported_to_ask_whose_a_thing_is() -> None:
 def test_dtensors_are_torchs() -> None:
     assert DTensors().spans
     assert not DTensors().owns({"w": torch.zeros(1)})
+
+
+# --- several devices --------------------------------------------------------------------------------------------------
+
+
+def checks_in(file: str) -> list[str]:
+    """Return the names of the checks in a file that runs beside."""
+    return re.findall(r"^def (check_\w+)", (HERE / file).read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def on_eight_devices() -> dict[str, str]:
+    folder = hf_fixture("llama_gqa_sharded_bf16")
+    program = [sys.executable, str(HERE / "checks_jax.py"), str(folder / "checkpoint"), str(folder / "golden.safetensors")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("check", checks_in("checks_jax.py"))
+def test_on_eight_devices(on_eight_devices: dict[str, str], check: str) -> None:
+    assert on_eight_devices[check] == ""
+
+
+def test_two_processes_hold_what_is_theirs() -> None:
+    folder = hf_fixture("llama_gqa_sharded_bf16")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    program = [sys.executable, str(HERE / "checks_jax.py"), str(folder / "checkpoint"), str(folder / "golden.safetensors"), port]
+    running = [subprocess.Popen([*program, i], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for i in "01"]
+    told = [process.communicate(timeout=240)[1][-3000:] for process in running]
+    assert [process.returncode for process in running] == [0, 0], told

@@ -1,0 +1,59 @@
+"""Eight processes that torchrun starts, over gloo: pipeline, tensor and data parallel ranks hold what they should, and no more.
+
+Three things go wrong where weights are cut by hand: replicated norms are counted once per rank; an embedding that is tied to the
+head is missing on the last stage; a data parallel rank that has a part of the sequence gets a part of the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CHECKS = re.findall(r"^def (check_\w+)", (HERE / "checks_torch.py").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny Qwen2 that transformers saved: tied embeddings, biases, grouped queries, a vocabulary that divides by nothing."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=131,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    folder = tmp_path_factory.mktemp("qwen2")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def told(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Return what each rank says went wrong, by check."""
+    out = tmp_path_factory.mktemp("told")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
+    done = subprocess.run(
+        [*launch, str(HERE / "checks_torch.py"), str(checkpoint), str(out)], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(8)]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_eight_processes(told: list[dict[str, str]], check: str) -> None:
+    assert {rank: of[check] for rank, of in enumerate(told) if of[check]} == {}
