@@ -1,0 +1,77 @@
+"""Checks of one checkpoint against itself: what they find, and what they leave unread."""
+
+from __future__ import annotations
+
+import pathlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshload
+from meshload.array import stored_whole
+from meshload.checking import check
+from meshload.pieces import union
+from meshload.source import Folder, open_folder
+
+
+class Copies:
+    """A format of two files that hold the same array, as tensor-parallel ranks hold their norms."""
+
+    name = "copies"
+    order = 1
+
+    def matches(self, folder: Folder) -> bool:
+        return folder.has("rank0")
+
+    def open(self, folder: Folder) -> meshload.Checkpoint:
+        whole = [stored_whole("norm", np.dtype("f4"), (8,), folder.file(f"rank{r}")) for r in range(2)]
+        array = replace(whole[0], pieces=union([w.pieces for w in whole]))
+        return meshload.Checkpoint({"norm": array}, format="copies")
+
+
+def written(folder: pathlib.Path, *values: Any) -> pathlib.Path:
+    for rank, value in enumerate(values):
+        (folder / f"rank{rank}").write_bytes(np.asarray(value, "f4").tobytes())
+    return folder
+
+
+def test_equal_copies_are_no_problem(tmp_path: pathlib.Path) -> None:
+    folder = written(tmp_path, range(8), range(8))
+    assert check(folder, format=Copies(), copies=True).ok
+
+
+def test_b01_copies_that_differ_are_named_with_their_distance(tmp_path: pathlib.Path) -> None:
+    other = np.arange(8, dtype="f4")
+    other[3] += 2.0**-6
+    folder = written(tmp_path, range(8), other)
+    assert check(folder, format=Copies()).ok  # they are read only when asked for
+    report = check(folder, format=Copies(), copies=True)
+    (problem,) = report.problems
+    assert (problem.array, problem.file) == ("norm", "rank1")
+    assert "rank0" in problem.text
+    assert "0.015625" in problem.text
+
+
+def test_replicated_copies_are_read_once(tmp_path: pathlib.Path) -> None:
+    folder = written(tmp_path, range(8), range(8))
+    plan = meshload.plan(folder, format=Copies(), layout="replicated")
+    assert (plan.wanted_bytes, plan.read_bytes, plan.reads) == (32, 32, 1)
+
+
+def test_a_piece_beyond_its_file_is_reported_and_refused(tmp_path: pathlib.Path) -> None:
+    folder = written(tmp_path, range(8), range(8))
+    (folder / "rank1").write_bytes(b"short")
+    (folder / "rank0").write_bytes(b"short")
+    report = check(folder, format=Copies())
+    assert {p.file for p in report.problems} == {"rank0", "rank1"}
+    assert all("32" in p.text and "5" in p.text for p in report.problems)
+    with pytest.raises(meshload.FormatError, match="rank0, which has 5"):
+        meshload.plan(folder, format=Copies(), layout="replicated")
+
+
+def test_a_path_that_holds_no_checkpoint_raises(tmp_path: pathlib.Path) -> None:
+    assert open_folder(tmp_path).names() == []
+    with pytest.raises(meshload.FormatError, match="no installed format"):
+        check(tmp_path)
