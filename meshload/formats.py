@@ -6,7 +6,6 @@ A format describes, and moves no payload: it reads headers and indexes and retur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any, Protocol, runtime_checkable
 
 from .checkpoint import Checkpoint
@@ -35,6 +34,8 @@ class Format(Protocol):
 
 def installed() -> dict[str, Format]:
     """Return the installed formats by name, in the order in which they are asked."""
+    from importlib.metadata import entry_points  # slow to import
+
     found: list[Format] = [point.load()() for point in entry_points(group="meshload.formats")]
     return {f.name: f for f in sorted(found, key=lambda f: (f.order, f.name))}
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,6 +108,8 @@ class Framework(Protocol):
 
 def installed() -> dict[str, Framework]:
     """Return the installed frameworks by name."""
+    from importlib.metadata import entry_points  # slow to import
+
     return {point.name: point.load()() for point in entry_points(group="meshload.frameworks")}
 
 

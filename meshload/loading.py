@@ -37,13 +37,13 @@ from .naming import (
     tied,
     unwrapped,
 )
-from .pattern import Line
+from .pattern import Line, shown_shape
 from .planning import MAX_BYTES, Plan, Target
 from .planning import plan as join
 from .quantised import SCALES, dequantised, scale_of
 from .reading import Progress, buffers_for, read, values_of
 from .source import open_folder
-from .wanting import Homes, Slices, Wanted, homes, shown_axes, want_boxes, want_lines, want_sharded
+from .wanting import Homes, Slices, Wanted, homes, padded_sizes, shown_axes, want_boxes, want_lines, want_sharded
 
 LayoutLike = Layout | Mapping[str, Sequence[Axes]] | str | None
 
@@ -610,7 +610,8 @@ class _Collector:
                 axes = self._axes(layout, name, arrays[name].shape, None)
                 want_sharded(self.wanted, prefix + name, arrays[name], sharding(axes), self.mesh, self.ranks)
             return
-        for name, shape, line in self._shapes(arrays):
+        pad = layout.pad if isinstance(layout, Layout) else {}
+        for name, shape, line in self._shapes(arrays, pad):
             if not self._keep(name):
                 continue
             axes = self._axes(layout, name, shape, line)
@@ -620,9 +621,11 @@ class _Collector:
                 slices[name] = held
                 known = self.placements.get(prefix + name)
                 self.placements[prefix + name] = Placement(tuple(shape), self.foreign, axes, at, known.key if known else None)
-        self._want_boxes(arrays, inventory, slices, prefix, step_of)
+        self._want_boxes(arrays, inventory, slices, prefix, step_of, pad)
 
-    def _shapes(self, arrays: Mapping[str, Array]) -> Iterable[tuple[str, Sequence[int], tuple[Line, tuple[int, ...]] | None]]:
+    def _shapes(
+        self, arrays: Mapping[str, Array], pad: Mapping[str, int]
+    ) -> Iterable[tuple[str, Sequence[int], tuple[Line, tuple[int, ...]] | None]]:
         target = self.view.target
         if target is None:
             for name, array in arrays.items():
@@ -631,7 +634,7 @@ class _Collector:
         for name, line, index in target.arrays():
             if line.optional and not any(p in self.view.inventory.parts for p in line.parts):  # type: ignore[union-attr]
                 continue
-            yield name, target.whole_shape(line), (line, index)
+            yield name, shown_shape(target.pattern(line), line.parts, padded_sizes(target, pad)), (line, index)
 
     def _axes(
         self, layout: LayoutLike, name: str, shape: Sequence[int], line: tuple[Line, tuple[int, ...]] | None
@@ -674,7 +677,7 @@ class _Collector:
                 if n % count and self.framework.name == "jax":
                     raise LayoutError(
                         f"{name}: dim {d} has {n} elements, which JAX cannot cut into {count} equal parts; "
-                        f"choose another mesh, or replicate it with a layout"
+                        f"pad it with Layout.default(pad={{'vocab': {count}}}) or the like, choose another mesh, or replicate it"
                     )
         return tuple(held)
 
@@ -685,10 +688,11 @@ class _Collector:
         slices: Mapping[str, Slices],
         prefix: str,
         step_of: Callable[[Step | None], Step | None],
+        pad: Mapping[str, int] | None = None,
     ) -> None:
         target = self.view.target
         lines = located(target, slices) if target is not None else {}
-        want_boxes(self.wanted, target, inventory, lines, arrays, slices, prefix=prefix, step_of=step_of)
+        want_boxes(self.wanted, target, inventory, lines, arrays, slices, prefix=prefix, step_of=step_of, pad=pad)
 
     def _check_wished(self) -> None:
         """Note what `like` wants and nothing holds, and compare the shapes of what is held."""

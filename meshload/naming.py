@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,8 @@ CANONICAL = "hf"
 @lru_cache(maxsize=1)
 def namings() -> dict[str, tuple[Table, ...]]:
     """Return the installed tables per naming."""
+    from importlib.metadata import entry_points  # slow to import
+
     found: dict[str, tuple[Table, ...]] = {}
     for point in entry_points(group="meshload.models"):
         if point.name != "quantised":
@@ -42,6 +43,8 @@ def namings() -> dict[str, tuple[Table, ...]]:
 
 def naming_names() -> list[str]:
     """Return the names of the installed namings."""
+    from importlib.metadata import entry_points  # slow to import
+
     return sorted({point.name for point in entry_points(group="meshload.models")} - {"quantised"})
 
 
@@ -195,6 +198,8 @@ def _decided(model: Model, names: Iterable[str]) -> Model:
 @lru_cache(maxsize=1)
 def methods() -> tuple[Method, ...]:
     """Return the installed methods of quantisation."""
+    from importlib.metadata import entry_points  # slow to import
+
     points = entry_points(group="meshload.models", name="quantised")
     return tuple(parse_method(text) for point in points for text in point.load())
 
@@ -258,20 +263,35 @@ class Inventory:
 
 
 def take_apart(model: Model, arrays: Mapping[str, Array]) -> Inventory:
-    """Find the parts of a model in stored arrays."""
+    """Find the parts of a model in stored arrays.
+
+    What the model's naming does not know, another of its namings may: experts grouped in some layers, single in others.
+    """
     for size, question in model.table.asks:
         if model.sizes.get(size) is None:
             raise LayoutError(f"{model.family} ({model.naming}): {question}")
+    parts: dict[str, Stored] = {}
+    names: dict[str, str] = {}
+    left = _take(model, arrays, parts, names)
+    for naming in sorted(namings()) if left and parts else ():
+        other = model_of(naming, model.config) if naming != model.naming else None
+        if left and other is not None and all(other.sizes.get(size) is not None for size, _ in other.table.asks):
+            left = _take(other, {name: arrays[name] for name in left}, parts, names)
+    ignored = model.table.ignored
+    unexpected = tuple(name for name in left if not any(fnmatch.fnmatchcase(name, glob) for glob in ignored))
+    return Inventory(parts, unexpected, names)
+
+
+def _take(model: Model, arrays: Mapping[str, Array], parts: dict[str, Stored], names: dict[str, str]) -> list[str]:
+    """Add the parts that a naming finds to those that others found, and return the names that it does not know."""
     namer = Namer(model.table)
     by_line: dict[int, list[tuple[tuple[int, ...], Array]]] = {}
     lines: dict[int, Line] = {}
-    unexpected: list[str] = []
-    names: dict[str, str] = {}
+    left: list[str] = []
     for name, array in arrays.items():
         found = _located(namer, model.table, name)
-        if found is None or not model.has(*found):
-            if not any(fnmatch.fnmatchcase(name, glob) for glob in model.table.ignored):
-                unexpected.append(name)
+        if found is None or not model.has(*found) or _is_there(parts, *found):
+            left.append(name)
             continue
         line, index = found
         canonical = rename(line, index)
@@ -280,10 +300,21 @@ def take_apart(model: Model, arrays: Mapping[str, Array]) -> Inventory:
         names[canonical] = name
         lines[id(line)] = line
         by_line.setdefault(id(line), []).append((index, array))
-    parts: dict[str, Stored] = {}
     for key, entries in by_line.items():
         _add(model, lines[key], entries, parts)
-    return Inventory(parts, tuple(unexpected), names)
+    return left
+
+
+def _is_there(parts: Mapping[str, Stored], line: Line, index: Sequence[int]) -> bool:
+    """Say whether a part of a line is stored already, at dims that both count."""
+    where = dict(zip(line.counted, index, strict=True))
+    return any(
+        all(where.get(d, i) == i for d, i in zip(dims, at, strict=True))
+        for part in line.parts
+        if part in parts
+        for dims, kinds in parts[part].at.items()
+        for at in kinds
+    )
 
 
 def _located(namer: Namer, table: Table, name: str) -> tuple[Line, tuple[int, ...]] | None:
@@ -351,6 +382,12 @@ def shown(model: Model, inventory: Inventory, like: Checkpoint) -> Checkpoint:
             made = _shown_array(model, line, pattern, shape, index, inventory)
             if made is not None:
                 arrays[made.name] = made
+    parts_of = {line.name: line.parts for line in model.table.lines}
+    for alias, name in model.ties.items():
+        if alias in arrays and name in arrays:  # the same part under both names, where only one is stored
+            both = zip(parts_of[alias], parts_of[name], strict=True)
+            if all(inventory.parts[a] is inventory.parts[b] for a, b in both):
+                del arrays[alias]
     aliases = {a: n for a, n in model.ties.items() if n in arrays and a not in arrays}
     return replace(like, arrays=arrays, aliases=aliases, names=model.naming)
 

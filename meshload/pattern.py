@@ -243,38 +243,42 @@ def shown_shape(pattern: Pattern, parts: Sequence[str], size: SizeOf) -> Shape:
     return shapes.pop()
 
 
-def find(pattern: Pattern, part: str, pieces: Pieces, lead: int, shape: Shape, size: SizeOf) -> Pieces:
+def find(pattern: Pattern, part: str, pieces: Pieces, lead: int, shape: Shape, size: SizeOf, held: SizeOf | None = None) -> Pieces:
     """Return a part of a stored array, in its elementary dims.
 
-    The first `lead` dims of `pieces` (layers and experts, from names) are kept in front; `shape` is that of the others.
+    The first `lead` dims of `pieces` (layers and experts, from names) are kept in front; `shape` is that of the others. `held`
+    gives the sizes by which the dims are laid out, where that is longer than `size`: each is then padded at its own end.
     """
     dim = lead
     for product, stored in zip(pattern.dims, shape, strict=True):
-        pieces, dim = _find(product, part, pieces, dim, stored, size)
+        pieces, dim = _find(product, part, pieces, dim, stored, size, held or size)
     return pieces
 
 
-def _find(product: Product, part: str, pieces: Pieces, dim: int, stored: int, size: SizeOf) -> tuple[Pieces, int]:
-    want = length(product, part, size)
+def _find(product: Product, part: str, pieces: Pieces, dim: int, stored: int, size: SizeOf, held: SizeOf) -> tuple[Pieces, int]:
+    want = length(product, part, held)
     if stored > want:  # padding; that only padded dims may be longer was checked before
         pieces = pieces.narrow(dim, 0, want)
-    pieces = pieces.split(dim, [length(f, part, size) for f in product.factors])
+    pieces = pieces.split(dim, [length(f, part, held) for f in product.factors])
     for factor in product.factors:
         if isinstance(factor, Sum):
-            pieces, dim = _find_term(factor, part, pieces, dim, size)
+            pieces, dim = _find_term(factor, part, pieces, dim, size, held)
         elif isinstance(factor, Product):
-            pieces, dim = _find(factor, part, pieces, dim, length(factor, part, size), size)
+            pieces, dim = _find(factor, part, pieces, dim, length(factor, part, held), size, held)
         else:
+            n = length(factor, part, size)
+            if n < length(factor, part, held):
+                pieces = pieces.narrow(dim, 0, n)
             dim += 1
     return pieces, dim
 
 
-def _find_term(node: Sum, part: str, pieces: Pieces, dim: int, size: SizeOf) -> tuple[Pieces, int]:
+def _find_term(node: Sum, part: str, pieces: Pieces, dim: int, size: SizeOf, held: SizeOf) -> tuple[Pieces, int]:
     at = 0
     for name, product in node.terms:
-        n = length(product, name, size)
+        n = length(product, name, held)
         if name == part:
-            return _find(product, part, pieces.narrow(dim, at, at + n), dim, n, size)
+            return _find(product, part, pieces.narrow(dim, at, at + n), dim, n, size, held)
         at += n
     raise AssertionError(f"{part} is not in {node}")
 

@@ -142,7 +142,8 @@ def _want_line(
         memory = _memory(first, members, [((start, *(0,) * (len(held) - 1)) if held else (), shape)], shape, kind[0].itemsize)
         filled = 0
         for part in line.parts:
-            pieces = find(pattern, part, memory, len(line.counted), held, lambda _, d: local.extent(d).count)
+            sizes = (lambda _, d: local.extent(d).count), (lambda _, d: local.extent(d).held)
+            pieces = find(pattern, part, memory, len(line.counted), held, *sizes)
             dims = line_dims(line, pattern, part)
             at = [0 if i < len(line.counted) else local.extent(d).start for i, d in enumerate(dims)]
             filled += int(pieces.sizes.sum()) // max(len(members), 1)
@@ -240,8 +241,12 @@ def want_boxes(
     *,
     prefix: str = "",
     step_of: Callable[[Step | None], Step | None] = lambda step: step,
+    pad: Mapping[str, int] | None = None,
 ) -> None:
-    """Want boxes of arrays as their naming shows them: those in `lines` through their parts, the others as they are stored."""
+    """Want boxes of arrays as their naming shows them: those in `lines` through their parts, the others as they are stored.
+
+    The boxes are those of arrays whose dims are padded to multiples, as `pad` says.
+    """
     groups: dict[tuple[int, Slices], list[tuple[int, ...]]] = {}
     by_id: dict[int, Line] = {}
     for name, held in slices.items():
@@ -254,7 +259,7 @@ def want_boxes(
     for (key, held), indices in groups.items():
         assert model is not None
         assert inventory is not None
-        _want_line_boxes(wanted, model, inventory, by_id[key], held, indices, prefix, step_of)
+        _want_line_boxes(wanted, model, inventory, by_id[key], held, indices, prefix, step_of, pad or {})
 
 
 def _want_array(wanted: Wanted, arrays: Mapping[str, Array], name: str, held: Slices, prefix: str) -> None:
@@ -280,8 +285,10 @@ def _want_line_boxes(
     indices: Sequence[tuple[int, ...]],
     prefix: str,
     step_of: Callable[[Step | None], Step | None],
+    pad: Mapping[str, int],
 ) -> None:
-    pattern, full = model.pattern(line), model.whole_shape(line)
+    pattern, sizes = model.pattern(line), padded_sizes(model, pad)
+    full = shown_shape(pattern, line.parts, sizes)
     for kind, members in _by_kind(wanted, inventory, line, indices, held[0][0] if held else 0).items():
         for ranks, boxes in _by_boxes(held):
             shape = local_shape(boxes)
@@ -293,7 +300,7 @@ def _want_line_boxes(
             memory = _memory(len(wanted.targets), members, [(b.start, b.shape) for b in boxes], shape, kind[0].itemsize)
             filled = 0
             for part in line.parts:
-                pieces = find(pattern, part, memory, len(line.counted), full, model.size)
+                pieces = find(pattern, part, memory, len(line.counted), full, model.size, sizes)
                 filled += int(pieces.sizes.sum()) // len(members)
                 stored = inventory.parts[part]
                 dims = line_dims(line, pattern, part)
@@ -303,6 +310,11 @@ def _want_line_boxes(
             box = boxes[0] if len(boxes) == 1 else None
             sample = Target("", ranks, kind[0], shape, full, box, filled, step, kind[1])
             wanted._held[tie] = wanted.targets.add(_Block(sample, line, members, prefix))
+
+
+def padded_sizes(model: Model, pad: Mapping[str, int]) -> Callable[[str, str], int]:
+    """Return the sizes of a model's dims, each padded to its multiple."""
+    return lambda part, dim: -(-model.size(part, dim) // pad.get(dim, 1)) * pad.get(dim, 1)
 
 
 def _by_boxes(held: Slices) -> list[tuple[tuple[int, ...], tuple[Box, ...]]]:

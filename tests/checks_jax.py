@@ -150,12 +150,22 @@ def check_a_cut_that_does_not_fit_is_refused(path: str, golden: dict[str, Any]) 
 
     import meshload
 
-    with pytest.raises(meshload.LayoutError, match="97 elements.* 2 equal parts"):
+    with pytest.raises(meshload.LayoutError, match=r"97 elements.* 2 equal parts"):
         meshload.restore(path, mesh=mesh_of((2,), ("tp",)))
     sharding = jax.sharding.NamedSharding(mesh_of((2,), ("tp",)), jax.sharding.PartitionSpec("tp"))
     like = {"lm_head.weight": jax.ShapeDtypeStruct((97, 32), np.float32, sharding=sharding)}
     with pytest.raises(meshload.LayoutError, match=r"^lm_head.weight"):
         meshload.restore(path, like=like)
+
+
+def check_a_padded_vocabulary_is_cut(path: str, golden: dict[str, Any]) -> None:
+    import meshload
+
+    layout = meshload.Layout.default(pad={"vocab": 2})
+    found = meshload.restore(path, mesh=mesh_of((2,), ("tp",)), layout=layout)["lm_head.weight"]
+    assert found.shape == (98, 32)
+    assert np.asarray(found)[:97].tobytes() == golden["lm_head.weight"].tobytes()
+    assert not np.asarray(found)[97:].any()
 
 
 def check_one_rank_of_many_devices_is_refused(path: str, golden: dict[str, Any]) -> None:

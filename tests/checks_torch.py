@@ -35,12 +35,11 @@ class World:
         self.golden = read_safetensors(Path(path) / "model.safetensors")
         self.golden["lm_head.weight"] = self.golden["model.embed_tokens.weight"]
 
-    def stage(self, name: str, pp: int = 2, at: int | None = None) -> bool:
-        """Say whether a stage of `pp` holds an array: layers 0, 1 and 2 are on stages 0, 0 and 1."""
-        at = self.pp if at is None else at
+    def stage(self, name: str) -> bool:
+        """Say whether this one of two stages holds an array: layers 0, 1 and 2 are on stages 0, 0 and 1."""
         if ".layers." in name:
-            return at == int(name.split(".")[2]) * pp // 4 if pp == 2 else True
-        return at == 0 if "embed_tokens" in name else at == pp - 1
+            return self.pp == (0, 0, 1)[int(name.split(".")[2])]
+        return self.pp == ("embed_tokens" not in name)
 
     def slice(self, name: str, tp: int, at: int) -> np.ndarray[Any, Any]:
         """Cut the truth by hand: rank `at` of `tp`."""
@@ -98,7 +97,7 @@ def check_sizes_that_do_not_fill_the_world_are_refused(world: World) -> None:
 
 
 def check_tensor_parallel_norms_are_whole_and_counted_once(world: World) -> None:
-    """The norms' weights belong to both ranks, also where each norms its half of the sequence; a sum over ranks counts them once."""
+    """Both ranks have all of a norm, also where each norms its half of the sequence; a sum over ranks counts it once."""
     mesh = world.mesh["tp"]
     found = meshload.restore(world.path, mesh=mesh)
     name = "model.layers.1.input_layernorm.weight"
@@ -255,12 +254,14 @@ def main(path: str, out: str) -> None:
         if name.startswith("check_"):
             try:
                 check(world)
+                distributed.barrier()
                 told[name] = ""
             except Exception:
                 told[name] = traceback.format_exc()
-            distributed.barrier()
+                break  # others wait for this process in vain, so all end here
     (Path(out) / f"{os.environ['RANK']}.json").write_text(json.dumps(told))
-    distributed.destroy_process_group()
+    if all(problem == "" for problem in told.values()):
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

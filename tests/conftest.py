@@ -1,4 +1,4 @@
-"""Hypothesis runs the same examples each time and sets no deadline, since CI machines stall; a process has no launcher around it."""
+"""Hypothesis runs the same examples each time and sets no deadline, since CI machines stall; no test has a launcher around it."""
 
 from __future__ import annotations
 

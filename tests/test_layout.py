@@ -44,18 +44,15 @@ def test_b20_a_norm_over_kv_heads_follows_them() -> None:
     assert extents("tp=4", "kv_heads", kv_heads=2, group=2) == [(r // 2, 1) for r in range(4)]
 
 
-@pytest.mark.parametrize(("tp", "kv", "group"), [(3, 2, 2), (8, 6, 2), (2, 3, 1), (4, 3, 2), (6, 4, 2)], ids=lambda n: str(n))
-def test_b16_a_cut_of_heads_that_is_no_box_raises_with_the_numbers(tp: int, kv: int, group: int) -> None:
-    found = []
-    for rank in range(tp):
-        try:
-            found.append(at(f"tp={tp}", rank, kv_heads=kv, group=group).extent("kv_heads"))
-        except LayoutError as error:
-            assert f"{kv} kv_heads x {group} group" in str(error)
-            assert f"{kv * group} heads over {tp} ranks" in str(error)
-            return
-    # where it is a box on every rank, all heads are held
-    assert sum(e.count for e in found) >= kv
+@pytest.mark.parametrize(("tp", "kv", "group", "rank"), [(2, 3, 2, 0), (3, 4, 2, 1), (4, 6, 2, 3), (8, 4, 3, 4)])
+def test_b16_a_cut_of_heads_that_is_no_box_raises_with_the_numbers(tp: int, kv: int, group: int, rank: int) -> None:
+    with pytest.raises(LayoutError, match=rf"no box of {kv} kv_heads x {group} group.*; {kv * group} heads over {tp} ranks"):
+        at(f"tp={tp}", rank, kv_heads=kv, group=group).extent("kv_heads")
+
+
+def test_heads_that_do_not_divide_are_cut_by_ceil_where_that_takes_whole_kv_heads() -> None:
+    assert extents("tp=2", "kv_heads", kv_heads=3, group=1) == [(0, 2), (2, 1)]
+    assert extents("tp=4", "kv_heads", kv_heads=3, group=2) == [(0, 1), (1, 1), (2, 1), (0, 0)]
 
 
 def test_96_heads_over_6_ranks_are_fine() -> None:

@@ -97,9 +97,7 @@ def test_a_hole_names_array_rank_and_both_numbers() -> None:
     lacking = Array(stored.name, F4, stored.shape, stored.pieces.take(stored.pieces.start[:, 0] != 6))
     with pytest.raises(meshload.MissingPieces) as caught:
         wanted_on(lacking, Mesh(("tp",), (2,)), "tp", None)
-    assert str(caught.value) == (
-        "layers.7.mlp.up: rank 1 needs 16 elements of layers.7.mlp.up, the checkpoint holds 8 of them"
-    )
+    assert str(caught.value) == ("layers.7.mlp.up: rank 1 needs 16 elements of layers.7.mlp.up, the checkpoint holds 8 of them")
 
 
 def test_a_hole_that_a_rank_does_not_need_is_none_for_it() -> None:
@@ -125,7 +123,9 @@ def overlapping(*boxes: tuple[int, int]) -> Array:
 
 @pytest.mark.parametrize("boxes", [[(0, 5), (3, 8)], [(0, 8), (2, 4)], [(0, 4), (4, 8), (3, 5)]])
 def test_elements_stored_twice_in_different_boxes_raise_and_name_both_files(boxes: list[tuple[int, int]]) -> None:
-    with pytest.raises(meshload.Overlap, match=r"w .*: elements are stored twice, in f\d \(start .*\) and in f\d .*not the same box"):
+    with pytest.raises(
+        meshload.Overlap, match=r"w .*: elements are stored twice, in f\d \(start .*\) and in f\d .*not the same box"
+    ):
         plan_array(overlapping(*boxes))
 
 
@@ -288,6 +288,8 @@ def test_b41_a_plan_of_1024_arrays_on_1024_ranks_costs_what_its_rows_cost(run_py
 def test_one_rank_costs_what_it_wants_not_what_is_stored() -> None:
     n = 20_000
     starts = np.stack([np.arange(n) * 4, np.zeros(n, int)], axis=1)
-    stored = table((Nothing("f", 1 << 40),), np.zeros(n, int), np.arange(n) * 128, starts, np.full((n, 2), [4, 8]), np.full((n, 2), [32, 4]))
+    stored = table(
+        (Nothing("f", 1 << 40),), np.zeros(n, int), np.arange(n) * 128, starts, np.full((n, 2), [4, 8]), np.full((n, 2), [32, 4])
+    )
     made = plan_array(Array("w", F4, (4 * n, 8), stored)[40_000:40_010])
     assert len(made.copies) <= 4

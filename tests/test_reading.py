@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.server
+import itertools
+import json
 import os
 import re
 import subprocess
@@ -81,7 +83,7 @@ def test_the_plans_counts_are_what_the_sources_see(folder: Path, mesh: str, rank
     if gap == 0:
         assert log.nbytes == made.wanted_bytes
         asked = sorted((name, start, start + n) for name, start, n in log.reads)
-        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in zip(asked, asked[1:], strict=False)), "bytes are asked for twice"
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(asked)), "bytes are asked for twice"
 
 
 @settings(max_examples=60)
@@ -139,7 +141,12 @@ def chunked(values: Any, chunk: tuple[int, ...], log: Log) -> Array:
     ).result()
     store[...] = values
     pieces = ChunkedArray(store, "zarr").pieces()
-    return Array("w", F4, values.shape, table((Counted(pieces.sources[0], log),), pieces.source, pieces.offset, pieces.start, pieces.shape, pieces.strides))
+    return Array(
+        "w",
+        F4,
+        values.shape,
+        table((Counted(pieces.sources[0], log),), pieces.source, pieces.offset, pieces.start, pieces.shape, pieces.strides),
+    )
 
 
 def test_each_chunk_is_decoded_once_however_many_want_of_it() -> None:
@@ -155,11 +162,12 @@ def test_each_chunk_is_decoded_once_however_many_want_of_it() -> None:
 
 
 def test_a_chunk_that_is_missing_raises_and_is_not_zeros() -> None:
-    kvstore = tensorstore.KvStore.open("memory://").result()
-    spec = {"driver": "zarr", "kvstore": kvstore.spec().to_json(), "fill_missing_data_reads": False}
-    context = kvstore.spec() and tensorstore.Context()
     store = tensorstore.open(
-        spec, create=True, dtype="float32", shape=(4,), chunk_layout=tensorstore.ChunkLayout(chunk_shape=(2,)), context=context
+        {"driver": "zarr", "kvstore": {"driver": "memory"}, "fill_missing_data_reads": False},
+        create=True,
+        dtype="float32",
+        shape=(4,),
+        chunk_layout=tensorstore.ChunkLayout(chunk_shape=(2,)),
     ).result()
     store[:2] = 1
     array = Array("w", F4, (4,), ChunkedArray(store, "w.zarr").pieces())
@@ -284,7 +292,9 @@ def test_a_read_error_names_file_and_range(folder: Path, monkeypatch: pytest.Mon
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(meshload.source.os, "preadv", broken)
-    with pytest.raises(meshload.SourceError, match=r"model-0000\d-of-00003.safetensors: reading \d+ bytes at \d+ failed: Input/output"):
+    with pytest.raises(
+        meshload.SourceError, match=r"model-0000\d-of-00003.safetensors: reading \d+ bytes at \d+ failed: Input/output"
+    ):
         meshload.restore(checkpoint, into="numpy")
 
 
@@ -293,7 +303,9 @@ def test_a_file_that_is_cut_while_being_read_names_file_and_range(tmp_path: Path
     file = tmp_path / "model.safetensors"
     checkpoint = meshload.open(tmp_path)
     os.truncate(file, 5000)
-    with pytest.raises(meshload.SourceError, match=r"model.safetensors: ends at byte 5000, expected \d+; it was cut while being read"):
+    with pytest.raises(
+        meshload.SourceError, match=r"model.safetensors: ends at byte 5000, expected \d+; it was cut while being read"
+    ):
         np.asarray(checkpoint["w"])
 
 
@@ -372,8 +384,6 @@ def sparse(file: Path, arrays: Mapping[str, tuple[int, ...]]) -> Path:
     """Write a safetensors file of float32 zeros that takes no room on the disk."""
     empty = {name: np.zeros((0,), np.float32) for name in arrays}
     write_safetensors(file, empty)
-    import json
-
     at, header = 0, {}
     for name, shape in arrays.items():
         n = 4 * int(np.prod(shape))
@@ -448,7 +458,9 @@ def test_b77_each_of_4_processes_grows_by_its_slices_alone(run_python: Callable[
 def test_a_chunk_above_the_ceiling_is_refused_before_reading() -> None:
     log = Log()
     made = plan_array(chunked(ramp("w", (64, 64)), (32, 64), log), max_bytes=20_000)
-    with pytest.raises(meshload.LimitError, match=r"zarr: one unit of it takes 24576 bytes at once, max_bytes is 20000; allow at least"):
+    with pytest.raises(
+        meshload.LimitError, match=r"zarr: one unit of it takes 24576 bytes at once, max_bytes is 20000; allow at least"
+    ):
         read(made, buffers_for(made))
     assert log.reads == []
     enough = plan_array(chunked(ramp("w", (64, 64)), (32, 64), log), max_bytes=24576)
@@ -609,7 +621,13 @@ server.stop()
 def s3() -> Iterator[str]:
     pytest.importorskip("moto", reason="moto plays S3")
     pytest.importorskip("flask", reason="moto's server needs flask")
-    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", MOTO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", MOTO],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

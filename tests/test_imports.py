@@ -1,0 +1,189 @@
+"""Who imports whom: read from the import statements, and from what a fresh process has loaded."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import meshload
+
+CORE = Path(meshload.__file__).parent
+ADAPTERS = CORE.parent / "adapters" / "meshload_adapters"
+MODULES = sorted(p.stem for p in CORE.glob("*.py") if p.stem not in ("__init__", "__main__"))
+
+ORDER = [
+    *("errors", "box", "expression", "pieces", "array", "source"),
+    *("mesh", "layout", "pattern", "checkpoint"),
+    *("scheduling", "planning", "reading", "writing"),
+    *("formats", "frameworks", "exchange"),
+    *("quantised", "naming", "wanting"),
+    *("loading", "converting", "checking", "digests"),
+    *("testing", "cli"),
+]
+"""Each module imports those in front of it alone."""
+
+LOOKS_FORWARD = {
+    ("array", "reading"),  # reading is what an array is for
+    ("loading", "cli"),  # the progress bar on the terminal
+}
+"""Imports inside functions of what comes later, all of them."""
+
+OUTSIDE = {"numpy", "ml_dtypes", "tensorstore"}
+HEAVY = {"torch", "jax", "orbax", "transformers", "safetensors", "flax"}
+MAY_IMPORT_TENSORSTORE = {"array", "source", "reading", "writing"}
+
+
+def imports(file: Path) -> Iterator[tuple[str, bool]]:
+    """Go through a file's imports as dotted names, relative ones with a leading dot, and whether a function holds them.
+
+    What only type checkers see is left out.
+    """
+
+    def walk(node: ast.AST, inner: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            match child:
+                case ast.Import(names=names):
+                    yield from ((alias.name, inner) for alias in names)
+                case ast.ImportFrom(module=None, names=names):
+                    yield from (("." + alias.name, inner) for alias in names)
+                case ast.ImportFrom(module=module, level=level):
+                    yield "." * level + str(module), inner
+                case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                    pass
+                case _:
+                    yield from walk(child, inner or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+
+    return walk(ast.parse(file.read_text()), False)
+
+
+def inside(module: str) -> set[tuple[str, bool]]:
+    """Return the modules of the core that one of them imports."""
+    found = set()
+    for name, inner in imports(CORE / f"{module}.py"):
+        if name.startswith("."):
+            found.add((name[1:].split(".")[0], inner))
+        elif name == "meshload" or name.startswith("meshload."):
+            found.add((name.removeprefix("meshload").removeprefix(".").split(".")[0], inner))
+    return found
+
+
+def outside(file: Path) -> set[tuple[str, bool]]:
+    """Return what a file imports that is neither ours nor the standard library's."""
+    names = {(name.split(".")[0], inner) for name, inner in imports(file) if not name.startswith(".")}
+    return {(n, inner) for n, inner in names if n not in sys.stdlib_module_names and n not in ("meshload", "meshload_adapters")}
+
+
+def test_every_module_has_its_place() -> None:
+    assert sorted(set(MODULES) - set(ORDER)) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_core_imports_backwards_only(module: str) -> None:
+    before = set(ORDER[: ORDER.index(module)])
+    forward = {(name, inner) for name, inner in inside(module) if name not in before}
+    assert {name for name, inner in forward if not inner} == set()
+    if module != "cli":
+        assert {(module, name) for name, _ in forward} <= LOOKS_FORWARD
+
+
+def test_planning_knows_no_meshes() -> None:
+    seen, waiting = set(), ["planning"]
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting += [name for name, inner in inside(module) if not inner]
+    assert seen & {"mesh", "layout", "formats", "frameworks", "naming", "loading"} == set()
+
+
+def test_nothing_but_the_module_that_runs_it_imports_the_command_line() -> None:
+    assert [m for m in MODULES if ("cli", False) in inside(m)] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_core_imports_numpy_ml_dtypes_and_tensorstore_alone(module: str) -> None:
+    allowed = OUTSIDE | ({"typer", "rich"} if module == "cli" else set())
+    found = outside(CORE / f"{module}.py")
+    assert {name for name, _ in found} <= allowed
+    if any(name == "tensorstore" for name, _ in found):
+        assert module in MAY_IMPORT_TENSORSTORE
+    if module == "cli":
+        assert all(inner for name, inner in found if name in ("typer", "rich"))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_core_imports_no_adapter(module: str) -> None:
+    assert [name for name, _ in imports(CORE / f"{module}.py") if "meshload_adapters" in name] == []
+
+
+ADAPTER_FILES = sorted(ADAPTERS.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", ADAPTER_FILES, ids=lambda p: "/".join(p.relative_to(ADAPTERS).parts))
+def test_adapters_import_no_other_adapters_but_tables(file: Path) -> None:
+    kind = file.relative_to(ADAPTERS).parts[0]
+    for name, inner in imports(file):
+        if name.startswith("."):
+            last = name.lstrip(".")
+            ours = last.startswith("models") or last == "_pickle" or (kind == "models" and name.startswith(".") and not inner)
+            assert ours or not last, name
+        if name.startswith("meshload_adapters"):
+            rest = name.removeprefix("meshload_adapters").lstrip(".")
+            assert rest.startswith(("models", "_pickle")), name
+        if kind == "models":
+            assert name.split(".")[0] in sys.stdlib_module_names or name.startswith("."), "tables are data"
+
+
+@pytest.mark.parametrize("file", ADAPTER_FILES, ids=lambda p: "/".join(p.relative_to(ADAPTERS).parts))
+def test_adapters_import_heavy_libraries_inside_functions(file: Path) -> None:
+    assert {name for name, inner in outside(file) if not inner} & HEAVY == set()
+
+
+def test_adapters_is_no_package() -> None:
+    assert not (ADAPTERS.parent / "__init__.py").exists()
+
+
+def test_the_public_names_are_those_of_the_init() -> None:
+    tree = ast.parse((CORE / "__init__.py").read_text())
+    imported = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert sorted(imported) == sorted(meshload.__all__)
+    assert len(set(meshload.__all__)) == len(meshload.__all__)
+    assert [name for name in meshload.__all__ if not hasattr(meshload, name)] == []
+
+
+def test_no_module_is_named_like_a_public_function() -> None:
+    assert set(MODULES) & {name for name in meshload.__all__ if name[0].islower()} == set()
+
+
+FRESH = """
+import sys
+import {module}
+heavy = {{"torch", "jax", "orbax", "transformers", "safetensors", "typer", "rich"}}
+print(*sorted({{name.split(".")[0] for name in sys.modules}} & heavy))
+"""
+
+
+def test_a_fresh_process_has_loaded_nothing_heavy(run_python: Callable[..., str]) -> None:
+    assert run_python(FRESH.format(module="meshload")).split() == []
+
+
+def test_a_plan_of_sizes_loads_nothing_heavy(run_python: Callable[..., str], tmp_path: Path) -> None:
+    from meshload.testing import ramp, write_checkpoint
+
+    path = write_checkpoint(tmp_path, {"w": ramp("w", (4, 4))})
+    program = FRESH.format(module="meshload").replace(
+        "print(", "meshload.plan(sys.argv[1], mesh='tp=2', rank=1, layout={'*': ('tp',)})\nprint("
+    )
+    assert run_python(program, path).split() == []
+
+
+TIMED = "import time; start = time.process_time(); import {module}; print(time.process_time() - start)"
+
+
+def test_importing_costs_little_more_than_tensorstore(run_python: Callable[..., str]) -> None:
+    ours, theirs = (min(float(run_python(TIMED.format(module=m))) for _ in range(3)) for m in ("meshload", "tensorstore"))
+    assert ours < theirs + 0.2
