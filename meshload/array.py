@@ -64,6 +64,8 @@ class Array:
     stored: str | None = None
     """The format's own name of the dtype, where NumPy has none for it: `F4` is stored as bytes."""
     step: Step | None = None
+    copies: str = "first"
+    """What rows of one box mean: copies of which the `first` is taken, or addends whose `mean` or `sum` is the array."""
 
     def __post_init__(self) -> None:
         if self.pieces.ndim != len(self.shape):

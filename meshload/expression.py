@@ -29,8 +29,8 @@ _COMPARE: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
-    ast.In: lambda x, y: x in (y or ()),
-    ast.NotIn: lambda x, y: x not in (y or ()),
+    ast.In: lambda x, y: x in _list(y),
+    ast.NotIn: lambda x, y: x not in _list(y),
 }
 
 
@@ -73,7 +73,10 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
         case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
             return _exact(_value(left, values), _value(right, values), ast.unparse(node))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-            return _BINARY[type(op)](_value(left, values), _value(right, values))
+            sides = _value(left, values), _value(right, values)
+            if any(isinstance(side, (str, list)) for side in sides):
+                raise LayoutError(f"config: {ast.unparse(node)} is of {sides[0]!r} and {sides[1]!r}; numbers were expected")
+            return _BINARY[type(op)](*sides)
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
             return _COMPARE[type(op)](_value(left, values), _value(right, values))
         case ast.IfExp(test=test, body=body, orelse=other):
@@ -99,6 +102,12 @@ def _first(terms: list[ast.expr], values: Mapping[str, Any], *, stop_at: bool) -
         if bool(found) is stop_at:
             break
     return found
+
+
+def _list(value: Any) -> Any:
+    if value and not isinstance(value, (list, tuple)):
+        raise LayoutError(f"config: a list was expected, found {value!r}")
+    return value or ()
 
 
 def _item(value: Any, index: Any) -> Any:

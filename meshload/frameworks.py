@@ -81,6 +81,10 @@ class Framework(Protocol):
     def spans(self) -> bool:
         """Whether its tensors are whole arrays that span the ranks of a mesh, rather than one rank's slices."""
 
+    @property
+    def spans_always(self) -> bool:
+        """Whether it has no tensors but those that span a mesh of its own."""
+
     def owns(self, thing: Any) -> bool:
         """Say whether a mesh or a `like` is made of this framework; imports nothing."""
 

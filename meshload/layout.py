@@ -16,6 +16,9 @@ from types import MappingProxyType
 from .errors import LayoutError
 from .mesh import Axes, Mesh, axes_of, even_parts, parts
 
+MOST_LAYERS = 1 << 17
+"""More of them are a hostile config."""
+
 CUT_BY_TP = ("heads", "ffn", "moe_ffn", "shared_ffn", "vocab")
 
 
@@ -44,6 +47,19 @@ class Layout:
     virtual: int = 1
     needs_axes: bool = True
     """Whether an axis that the mesh lacks is an error; the default layout cuts by the axes that are there."""
+
+    def __post_init__(self) -> None:
+        for what, axes in (*self.axes.items(), ("rows", self.rows)):
+            if not (axes is None or isinstance(axes, (str, list, tuple))) or not all(isinstance(a, str) for a in axes_of(axes)):
+                raise LayoutError(f"{what}: {axes!r} is no mesh axis, several of them or None")
+            if len(set(axes_of(axes))) != len(axes_of(axes)):
+                raise LayoutError(f"{what}: {axes!r} cuts by one axis twice")
+        if not _is_count(self.virtual) or not all(map(_is_count, self.pad.values())):
+            raise LayoutError(f"virtual={self.virtual!r}, pad={dict(self.pad)!r}: numbers of at least 1 were expected")
+        if self.stages is not None and not (
+            isinstance(self.stages, (list, tuple)) and all(n == 0 or _is_count(n) for n in self.stages)
+        ):
+            raise LayoutError(f"stages={self.stages!r}: a number of layers per stage was expected")
 
     @staticmethod
     def default(
@@ -85,7 +101,15 @@ class Layout:
             raise LayoutError(
                 f"the layout cuts {', '.join(strange)}, no dims of this model; its dims are {', '.join(sorted(known))}"
             )
+        inside = {"layer", *joints, *(d for dims in joints.values() for d in dims)}
+        odd = [d for d in self.pad if d not in sizes or d in inside]
+        if odd:
+            raise LayoutError(f"pad: {', '.join(odd)} cannot be padded; {', '.join(sorted({*sizes} - inside))} can")
         return Local(self, mesh, rank, sizes, joints)
+
+
+def _is_count(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and 0 < n < 1 << 40
 
 
 @dataclass(frozen=True)
@@ -110,6 +134,8 @@ class Local:
         """The layers of this rank's stage, in order."""
         n, axes = self._size("layer"), self.layout.cutting("layer", self.mesh)
         stage, count = self._place(axes)
+        if n > MOST_LAYERS:
+            raise LayoutError(f"the config says {n} layers, at most {MOST_LAYERS} are planned")
         if self.layout.stages is not None:
             counts = list(self.layout.stages)
             if len(counts) != count or sum(counts) != n:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from .naming import (
 from .pattern import Line, shown_shape
 from .planning import MAX_BYTES, Plan, Target
 from .planning import plan as join
-from .quantised import SCALES, dequantised, scale_of
+from .quantised import SCALES, blocks_of, dequantised, scale_of
 from .reading import Progress, buffers_for, read, values_of
 from .source import open_folder
 from .wanting import Homes, Slices, Wanted, homes, padded_sizes, shown_axes, want_boxes, want_lines, want_sharded
@@ -66,8 +66,15 @@ def open(path: Any, *, format: str | Format | None = None, config: Any = None) -
         meta["stripped"] = {old: new for new, old in stored.items() if new != old}
         opened = replace(opened, arrays={new: replace(opened.arrays[old], name=new) for new, old in stored.items()})
     merged = _completed(opened.config, described(config))
-    native = replace(opened, meta=meta, config=merged, names="native")
+    native = replace(opened, meta=meta, config=merged, aliases={**_ties(opened.arrays, merged), **opened.aliases}, names="native")
     return replace(native, views=_views(native, opened))
+
+
+def _ties(arrays: Mapping[str, Array], config: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the tied weights that are stored under one name only, as the config ties them."""
+    model = model_of(CANONICAL, config)
+    pairs = [] if model is None else [*model.ties.items(), *((name, alias) for alias, name in model.ties.items())]
+    return {alias: name for alias, name in pairs if alias not in arrays and name in arrays}
 
 
 def _completed(told: Mapping[str, Any] | None, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -111,7 +118,10 @@ def _model(checkpoint: Checkpoint) -> Model | None:
 def _no_table(checkpoint: Checkpoint, naming: str) -> str:
     family = family_of(checkpoint.config)
     example = next(iter(checkpoint), "model.norm.weight")
-    if checkpoint.config is None:
+    damaged = next((p.text for p in checkpoint.problems if p.file == "config.json"), None)
+    if checkpoint.config is None and damaged:
+        why = damaged
+    elif checkpoint.config is None:
         why = "there is no config.json beside the arrays, so the model family is not known; give it with config="
     elif family is None:
         why = "the config has no model_type"
@@ -172,6 +182,8 @@ def restore(
     Raises `MissingArray`, `MissingPieces`, `Overlap`, `LayoutError`, `FormatError`, `LimitError` before any payload is read,
     and `SourceError` where reading fails.
     """
+    if isinstance(rank, str):
+        raise LayoutError(f"rank={rank!r}: a number was expected; 'all' is for plan()")
     request = _request(
         path,
         mesh,
@@ -219,7 +231,7 @@ def plan(
     merge_gap: int | None = None,
 ) -> Plan:
     """Return what `restore` with the same arguments would read, without reading payload; `rank="all"` plans for every rank."""
-    if rank is not None and not isinstance(rank, int) and rank != "all":
+    if rank is not None and not isinstance(rank, (int, np.integer)) and rank != "all":
         raise LayoutError(f"rank={rank!r}: a number or 'all' was expected")
     if into is None and like is None and isinstance(mesh, (str, Mapping, Mesh)):
         into = "numpy"  # a plan of sizes needs no framework
@@ -342,9 +354,17 @@ def _request(
 ) -> _Request:
     if missing not in ("error", "ignore"):
         raise LayoutError(f"missing={missing!r}: 'error' or 'ignore' was expected")
+    if not (layout is None or isinstance(layout, (str, Mapping, Layout))):
+        raise LayoutError(f"layout={layout!r}: 'replicated', a Layout or a dict of name patterns was expected")
+    include, exclude = _globs("include", include), _globs("exclude", exclude)
+    max_bytes, merge_gap = _bytes("max_bytes", max_bytes), _bytes("merge_gap", merge_gap)
+    if optimizer and like is not None:
+        raise LayoutError("optimizer=True goes with a dict of tensors; a like= names all that it wants itself")
     checkpoint = path if isinstance(path, Checkpoint) else open(path, format=format, config=config)
     framework = framework_of(into, mesh, like)
     sized, foreign, ranks = _resolved(mesh, rank, framework)
+    if framework.spans_always and foreign is None and like is None:
+        raise LayoutError(f"into={framework.name!r}: its tensors span a mesh of its own, and mesh={mesh!r} is none")
     wishes = framework.wishes(like) if like is not None else None
     view = _view(checkpoint, names, wishes)
     wanted = Wanted()
@@ -370,9 +390,27 @@ def _request(
     cast = _as_dtype(dtype, framework)
     dtypes = {n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {}
     scales = {} if cast is None else _scales(made, checkpoint.config, cast)
-    quantisation = (checkpoint.config or {}).get("quantization_config") or {}
-    blocks = quantisation.get("weight_block_size")
+    quantisation = (checkpoint.config or {}).get("quantization_config")
+    blocks = blocks_of(quantisation) if scales and isinstance(quantisation, Mapping) else None
     return _Request(made, framework, placements, like, cast, dtypes, collect.doubles(), ranks, scales, blocks)
+
+
+def _globs(word: str, globs: Any) -> list[str] | None:
+    """Return globs as a list, which may be gone through more than once."""
+    if globs is None:
+        return None
+    found = [globs] if isinstance(globs, str) else list(globs) if isinstance(globs, Iterable) else [globs]
+    if not all(isinstance(glob, str) for glob in found):
+        raise LayoutError(f"{word}={globs!r}: a glob of names or several were expected")
+    return found
+
+
+def _bytes(word: str, n: Any) -> int | None:
+    if n is None:
+        return None
+    if isinstance(n, bool) or not isinstance(n, (int, float, np.number)) or not 0 <= n < 1 << 62:
+        raise LayoutError(f"{word}={n!r}: a number of bytes was expected")
+    return int(n)
 
 
 def _scales(made: Plan, config: Mapping[str, Any] | None, cast: np.dtype[Any]) -> dict[int, int]:
@@ -433,6 +471,8 @@ def _resolved(mesh: Any, rank: Any, framework: Framework) -> tuple[Mesh, Any, tu
     """Return the mesh with sizes, the framework's own mesh object if it is one, and the ranks that are wanted."""
     world = framework.world() or _launched()
     if mesh is None:
+        if rank not in (None, 0, "all"):
+            raise LayoutError(f"rank={rank!r}: without mesh= there is one rank, 0, that holds all")
         return Mesh((), ()), None, (0,)
     if framework.owns(mesh):
         sized = framework.mesh(mesh)
@@ -480,9 +520,10 @@ class _View:
 
 
 def _view(checkpoint: Checkpoint, names: str | None, wishes: Mapping[str, Wish] | None) -> _View:
-    served = wishes and all(any(n in checkpoint for n in (name, *wish.same)) for name, wish in wishes.items())
-    if names in ("native", "stored") or served:
-        shown_names = checkpoint.with_names(names) if names else checkpoint
+    if names is None and wishes:
+        names = _naming_of_wishes(checkpoint, wishes)
+    if names in ("native", "stored"):
+        shown_names = checkpoint.with_names(names)
         naming = naming_of(shown_names.arrays, checkpoint.config)
         model = model_of(naming, checkpoint.config, names=shown_names.arrays) if naming else None
         if model is None:
@@ -496,6 +537,21 @@ def _view(checkpoint: Checkpoint, names: str | None, wishes: Mapping[str, Wish] 
             raise LayoutError(_no_table(checkpoint, names))
         return _View(checkpoint, None, None, None)
     return _View(checkpoint, source, target, tied(target, take_apart(source, checkpoint.arrays)))
+
+
+def _naming_of_wishes(checkpoint: Checkpoint, wishes: Mapping[str, Wish]) -> str | None:
+    """Return the naming that knows the most of what a `like` wants: native, stored, or a table's; None for no particular one."""
+
+    def known(names: Container[str]) -> int:
+        return sum(any(n in names for n in (name, *wish.same)) for name, wish in wishes.items())
+
+    counts = {"native": known(checkpoint), "stored": known(checkpoint.with_names("stored"))}
+    naming = naming_of(wishes, checkpoint.config)
+    if naming is not None and _model(checkpoint) is not None:
+        model = model_of(naming, checkpoint.config)
+        counts[naming] = 0 if model is None else known(located(model, [n for w in wishes for n in (w, *wishes[w].same)]))
+    best = max(counts, key=lambda name: counts[name])  # the first of equals
+    return best if counts[best] else None
 
 
 @dataclass
@@ -516,8 +572,11 @@ class _Collector:
     _homes: Homes | None = None
 
     def weights(self) -> None:
-        """Want the model's weights."""
+        """Want the model's weights; without a table, all that is listed, be it there or not."""
         self._want(self.view.checkpoint.arrays, self.view.inventory, "", lambda step: step)
+        if self.view.target is None:
+            for name in filter(self._keep, self.view.checkpoint.unavailable):
+                self.wanted.missing.setdefault(name, self.ranks[0])
         self._check_wished()
 
     def moments(self, checkpoint: Checkpoint) -> None:
@@ -532,6 +591,8 @@ class _Collector:
             self._want(arrays, inventory, f"optimizer.{kind}.", partial(moment_step, kind))
         self.wanted.missing.clear()
         self.wanted.missing.update(lacking)
+        for name in chosen(checkpoint.unavailable, self.include, self.exclude):  # which of them are moments, no name tells
+            self.wanted.missing.setdefault(name, self.ranks[0])
 
     def unexpected(self) -> tuple[str, ...]:
         """Return the stored names that nobody wants."""
@@ -645,7 +706,7 @@ class _Collector:
             found = next((axes for glob, axes in layout.items() if fnmatch.fnmatchcase(name, glob)), None)
             if found is None:
                 raise LayoutError(f"{name}: no pattern of the layout matches it; add one, or '*': () to replicate the rest")
-            if isinstance(found, str) or len(found) > len(shape):
+            if not _are_axes(found) or len(found) > len(shape):
                 raise LayoutError(
                     f"{name}: the layout gives {found!r} for an array of shape {tuple(shape)}; one entry per dim was expected"
                 )
@@ -719,6 +780,15 @@ class _Collector:
                 )
 
 
+def _are_axes(found: Any) -> bool:
+    """Say whether this is one entry per dim: an axis, several or None."""
+
+    def is_entry(axes: Any) -> bool:
+        return axes is None or isinstance(axes, str) or (isinstance(axes, (tuple, list)) and all(isinstance(a, str) for a in axes))
+
+    return isinstance(found, (tuple, list)) and all(map(is_entry, found))
+
+
 def _whole(shape: Sequence[int], ranks: Sequence[int]) -> Slices:
     from .wanting import whole_box
 
@@ -726,13 +796,15 @@ def _whole(shape: Sequence[int], ranks: Sequence[int]) -> Slices:
 
 
 def _missing_text(view: _View, missing: Mapping[str, int]) -> str:
-    reasons = []
+    """Say what is missing, the names with the same reason together."""
+    by_reason: dict[str, list[str]] = {}
     target = view.target
     for name, rank in missing.items():
-        why = view.checkpoint.why_missing(_stored_name(view, name))
+        why = view.checkpoint.why_missing(_stored_name(view, name)).partition(": ")[2]
         if target is not None and name in target.untied:
             why += f"; the config says untied ({target.untied[name]} does not hold), so it is not taken from another array"
-        reasons.append(f"{why} (wanted by rank {rank})")
+        by_reason.setdefault(f"{why} (wanted by rank {rank})", []).append(name)
+    reasons = [f"{listing(names)}: {why}" for why, names in by_reason.items()]
     return f"{listing(reasons)}; missing='ignore' leaves them out"
 
 

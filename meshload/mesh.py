@@ -41,6 +41,8 @@ class Mesh:
         for name, n in zip(self.names, self.sizes, strict=True):
             if n < 1:
                 raise LayoutError(f"mesh axis {name!r} has size {n}, at least 1 was expected")
+        if math.prod(self.sizes) >= 1 << 62:
+            raise LayoutError(f"mesh {self} has {math.prod(self.sizes)} ranks, more than can be counted")
 
     @property
     def size(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,9 @@ from .pieces import Pieces, stacked, union
 from .quantised import Method, parse_method, with_companions
 
 CANONICAL = "hf"
+
+MOST = 1 << 20
+"""Arrays of one line; more of them are a hostile config."""
 
 
 @lru_cache(maxsize=1)
@@ -61,7 +65,8 @@ def family_of(config: Mapping[str, Any] | None) -> str | None:
     served = {f for tables in namings().values() for t in tables for f in t.families}
     nested = config.get("text_config")
     types = [config.get("model_type"), nested.get("model_type") if isinstance(nested, Mapping) else None]
-    return next((t for t in types if t in served), types[0] if isinstance(types[0], str) else None)
+    words = [t for t in types if isinstance(t, str)]
+    return next((t for t in words if t in served), types[0] if isinstance(types[0], str) else None)
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Model:
             return size_of_blocks(dim, self.sizes, self.joints)
         if dim not in self.sizes:
             raise LayoutError(
-                f"{self.family} ({self.naming}): the size of {self.table.needs(dim)} is not in the config; give it in config="
+                f"{self.family} ({self.naming}): the size of {self.table.needs(dim)} is not in the config, or no number there; give it in config="
             )
         return self.sizes[dim]
 
@@ -113,6 +118,9 @@ class Model:
 
     def indices(self, line: Line, over: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
         """Return the counted dims' indices at which the model has a line's array, out of those given per dim."""
+        count = math.prod(len(over[d]) for d in line.counted)
+        if count > MOST:
+            raise LayoutError(f"{self.family} ({self.naming}): {line.name} would be {count} arrays, at most {MOST} are planned")
         combinations: Iterable[tuple[int, ...]] = itertools.product(*(over[d] for d in line.counted))
         if line.only is not None:
             combinations = [index for index in combinations if index in line.only]
@@ -452,14 +460,14 @@ def unwrapped(names: Iterable[str]) -> dict[str, str]:
     `_orig_mod` and `_forward_module` are dropped wherever they stand; a leading `module` where every name has it.
     """
     stored = list(names)
-    bare = [[s for s in name.split(".") if s not in WRAPPERS] for name in stored]
+    bare = [[s for s in name.split(".") if s not in WRAPPERS] or [name] for name in stored]
     while bare and all(len(segments) > 1 and segments[0] == "module" for segments in bare):
         bare = [segments[1:] for segments in bare]
     found: dict[str, str] = {}
     for name, segments in zip(stored, bare, strict=True):
         short = ".".join(segments)
         if short in found:
-            raise LayoutError(f"{found[short]} and {name} are both {short} without their wrappers; exclude one of them")
+            raise LayoutError(f"{found[short]} and {name} are both {short} without their wrappers; save it with one of them")
         found[short] = name
     return found
 

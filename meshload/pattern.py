@@ -22,6 +22,9 @@ from .errors import LayoutError
 from .expression import evaluate, needed
 from .pieces import Pieces, union
 
+LARGEST = 1 << 40
+"""A dim of a model that has more elements is a hostile config's."""
+
 SizeOf = Callable[[str, str], int]
 """(part, dim) -> its size."""
 
@@ -377,7 +380,7 @@ class Table:
             if isinstance(n, str):
                 values[dim] = n  # a word that later lines ask about, no size
             elif n is not None:
-                if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+                if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n < LARGEST:
                     raise LayoutError(f"config: {dim} = {text} is {n!r}, a whole number was expected")
                 found[dim] = values[dim] = n
         return found

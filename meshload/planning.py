@@ -8,6 +8,7 @@ A plan knows no meshes and no formats; it can be counted, printed and tested wit
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -82,7 +83,7 @@ class Targets(Sequence[Target]):
             return [self[j] for j in range(*i.indices(self._count))]
         if not 0 <= i < self._count:
             raise IndexError(i)
-        block = int(np.searchsorted(self._first, i, side="right")) - 1
+        block = bisect_right(self._first, i) - 1
         return self._blocks[block][int(i) - self._first[block]]
 
     def __iter__(self) -> Any:
@@ -114,17 +115,20 @@ class Plan:
         """Return the plan of each rank."""
         if not self.apart:
             return {self.targets[0].rank if len(self.targets) else 0: self}
-        rank_of = np.fromiter((t.rank for t in self.targets), np.int64, len(self.targets))
+        targets = list(self.targets)
+        rank_of = np.fromiter((t.rank for t in targets), np.int64, len(targets))
+        copy_rank = rank_of[self.copies.target]
+        order = np.argsort(copy_rank, kind="stable")
+        ranks = np.unique(rank_of)
+        low, high = (np.searchsorted(copy_rank[order], ranks, side=side) for side in ("left", "right"))
         found = {}
-        rows = rank_of[self.copies.target]
-        for rank in np.unique(rank_of).tolist():
+        for rank, first, end in zip(ranks.tolist(), low.tolist(), high.tolist(), strict=True):
             numbers = np.flatnonzero(rank_of == rank)
-            place = {int(n): i for i, n in enumerate(numbers)}
-            copies = self.copies.take(rows == rank)
+            place = {n: i for i, n in enumerate(numbers.tolist())}
+            copies = self.copies.take(order[first:end])
             copies = replace(copies, target=np.searchsorted(numbers, copies.target))
             aliases = tuple((a, place[i]) for a, i in self.aliases if i in place)
-            targets = [self.targets[int(n)] for n in numbers]
-            found[int(rank)] = replace(self, targets=targets, copies=copies, aliases=aliases, apart=False)
+            found[rank] = replace(self, targets=[targets[n] for n in place], copies=copies, aliases=aliases, apart=False)
         return found
 
     @property

@@ -70,6 +70,7 @@ def with_companions(
     method = next((m for m in methods if name in m.names), None)
     if method is None:
         raise LayoutError(f"quantization_config: quant_method {name!r} is not known; give layout='replicated' or name patterns")
+    blocks_of(quantisation)
     values = _numbers(method, quantisation)
     found: list[Line] = []
     for line in lines:
@@ -121,6 +122,9 @@ def _companion(line: Line, base: str, suffix: str, pattern: str, only: frozenset
 
 def _pattern(line: Line, template: str, values: Mapping[str, Any]) -> str:
     """Write a companion's pattern with the weight's own dims in place of `out` and `in`."""
+    for number in re.findall(r"\{(\w+)\}", template):
+        if type(values[number]) is not int or not 0 < values[number] < 1 << 40:
+            raise LayoutError(f"quantization_config: {number} is {values[number]!r}, a size was expected")
     numbered = re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]), template)
     sides = dict(zip(("out", "in"), line.pattern.dims, strict=True))
 
@@ -146,6 +150,16 @@ def _stored(
         if name in arrays:
             found[index] = arrays[name]
     return found
+
+
+def blocks_of(quantisation: Mapping[str, Any]) -> Sequence[int] | None:
+    """Return the block's sizes per dim, None where scales are not by block."""
+    blocks = quantisation.get("weight_block_size")
+    if not blocks:
+        return None
+    if not isinstance(blocks, (list, tuple)) or len(blocks) != 2 or not all(type(n) is int and 0 < n < 1 << 40 for n in blocks):
+        raise LayoutError(f"quantization_config: weight_block_size is {blocks!r}, two sizes were expected")
+    return blocks
 
 
 # --- dequantising -----------------------------------------------------------------------------------------------------

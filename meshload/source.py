@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,14 +114,17 @@ def open_folder(path: Any) -> Folder:
     if "\0" in text:
         raise FormatError(f"path {text!r} holds a NUL")
     if text.startswith("file://"):
-        text = text.removeprefix("file://")
+        text = unquote(text.removeprefix("file://"))  # a URL, as TensorStore and `KvStore.url` have it
     elif re.match(r"[a-z][a-z0-9+.-]*:(//|[a-z])", text):
         return _open_url(text)
-    local = Path(text).expanduser()
-    if local.is_dir():
-        return LocalFolder(local)
-    if local.exists():
-        return LocalFolder(local.parent, local.name)
+    try:
+        local = Path(text).expanduser()
+        if local.is_dir():
+            return LocalFolder(local)
+        if local.exists():
+            return LocalFolder(local.parent, local.name)
+    except (OSError, RuntimeError) as error:  # a name too long; `~` of nobody
+        raise SourceError(f"{text[:200]}: cannot be opened: {getattr(error, 'strerror', None) or error}") from error
     raise FormatError(f"{text}: there is no such file or folder")
 
 
@@ -151,7 +155,7 @@ class LocalFolder:
         import tensorstore
 
         base = os.path.abspath(self.path)
-        return tensorstore.KvStore.open({"driver": "file", "path": f"{base}/"}).result()
+        return tensorstore.KvStore.open({"driver": "file", "path": f"{base.rstrip('/')}/"}).result()
 
     def names(self, under: str = "") -> list[str]:
         path = self.path / _checked(under, self.name) if under else self.path
@@ -178,7 +182,7 @@ class LocalFolder:
             raise SourceError(f"{file}: cannot be opened in {self.path}{link}: {error.strerror}") from error
         if not stat.S_ISREG(found.st_mode):
             raise FormatError(f"{file}: not a regular file in {self.path}")
-        return LocalFile(path, file, found.st_size)
+        return LocalFile(path, file, found.st_size, found.st_mtime_ns)
 
     def inside(self, under: str) -> LocalFolder:
         return LocalFolder(self.path / _checked(under.rstrip("/"), self.name))
@@ -191,6 +195,8 @@ class LocalFile:
     path: Path
     name: str
     size: int
+    changed: int | None = None
+    """When it was last changed, in ns: its header says nothing of what replaced it since."""
 
     unit = 1
     gap = 4096
@@ -212,9 +218,13 @@ class LocalFile:
 def _descriptor(file: LocalFile) -> _Descriptor:
     """Return an open descriptor; the least used are closed, since there may be more files than a process may open."""
     try:
-        return _Descriptor(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC))
+        found = _Descriptor(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC))
+        now = os.fstat(found.number)
     except OSError as error:
         raise SourceError(f"{file.name}: cannot be opened: {error.strerror}") from error
+    if file.changed not in (None, now.st_mtime_ns) and now.st_size >= file.size:
+        raise SourceError(f"{file.name}: it was replaced or changed since the checkpoint was opened; open it again")
+    return found
 
 
 class _Descriptor:

@@ -101,6 +101,8 @@ def want_lines(
     step_of: Callable[[Step | None], Step | None] = lambda step: step,
 ) -> None:
     """Want every array of a model that `keep` admits, as a layout gives it to each rank."""
+    for line in model.table.lines:
+        _check_cuts(model, line, layout, mesh)
     for rank in ranks:
         local = layout.at(mesh, rank, model.sizes, model.joints)
         for line in model.table.lines:
@@ -109,6 +111,21 @@ def want_lines(
             over = {d: _counted(local, d) for d in line.counted}
             indices = [index for index in model.indices(line, over) if keep(rename(line, index))]
             _want_line(wanted, model, inventory, line, local, indices, prefix, step_of)
+
+
+def _check_cuts(model: Model, line: Line, layout: Layout, mesh: Mesh) -> None:
+    """Raise where one mesh axis cuts an array twice: each rank would hold a part of a part, and no rank the rest."""
+    pattern = model.pattern(line)
+    joint_of = {fine: joint for joint, dims in model.joints.items() for fine in dims}
+    for part in line.parts:
+        cut_by: dict[str, str] = {}
+        dims = {*line.counted, *pattern.dims_of(part), *([] if line.where == "layers" else ["layer"])}
+        dims |= {joint_of[d] for d in dims if d in joint_of}
+        dims |= {joint_of[d] for d in dims if d in joint_of}  # a joint of joints
+        for dim, axes in [*((d, layout.cutting(d, mesh)) for d in sorted(dims)), ("dim 0 of the local array", layout.row_axes(mesh))]:
+            for axis in axes:
+                if cut_by.setdefault(axis, dim) != dim:
+                    raise LayoutError(f"{line.name}: mesh axis {axis!r} cuts both {cut_by[axis]} and {dim}; an axis cuts an array once")
 
 
 def _counted(local: Local, dim: str) -> Sequence[int]:

@@ -103,10 +103,10 @@ class Chain:
                 return Pair(of_chunks(values, [self.data.draw(st.integers(1, max(n, 1))) for n in shape]), values)
 
     def first(self) -> Pair:
-        return self.new(tuple(self.data.draw(st.lists(st.integers(0, 4), max_size=4))))
+        return self.new(tuple(self.data.draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 4, 6, 6]), max_size=4))))
 
     def next(self, pair: Pair) -> Pair:
-        names = ["index", "transpose", "stack"] + ["split", "merge", "concatenate", "interleave"] * (pair.array.ndim > 0)
+        names = ["index", "transpose", "stack"] + ["split", "split", "merge", "concatenate", "interleave"] * (pair.array.ndim > 0)
         return getattr(self, self.data.draw(st.sampled_from(names)))(pair)  # type: ignore[no-any-return]
 
     def index(self, pair: Pair) -> Pair:
@@ -173,7 +173,7 @@ def factors(n: int) -> list[tuple[int, ...]]:
     return [(a, b, n // a // b) for a in range(1, n + 1) for b in range(1, n + 1) if n % (a * b) == 0] + [(n,), (1, n)]
 
 
-@settings(max_examples=250)
+@settings(max_examples=400)
 @given(st.data())
 def test_a_chain_of_operations_reads_what_numpy_has(tmp_path: Path, data: st.DataObject) -> None:
     chain = Chain(data, tmp_path)
@@ -246,7 +246,7 @@ def test_b56_an_index_means_what_it_means_in_numpy(w: Array, key: Any) -> None:
 def test_b56_an_index_out_of_bounds_raises_like_numpy(w: Array, key: Any) -> None:
     with pytest.raises(IndexError):
         VALUES[key]
-    with pytest.raises(IndexError, match="^w: "):
+    with pytest.raises(IndexError, match=r"^w: "):
         w[key]
 
 

@@ -268,6 +268,10 @@ made = meshload.plan(Checkpoint(arrays, "memory"), mesh=f"dp={n}", rank="all", l
 seconds = time.perf_counter() - before
 assert made.wanted_bytes == n * rows * 32, made.wanted_bytes
 assert len(made.targets) == len(made.copies) == n * n
+if n == 256:
+    before = time.perf_counter()
+    assert made.read_bytes == made.wanted_bytes
+    assert time.perf_counter() - before < 10, "counting what each rank reads"
 print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 

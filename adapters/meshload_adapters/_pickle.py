@@ -94,9 +94,7 @@ Known = Mapping[tuple[str, str], Callable[..., Any]]
 Persistent = Callable[[Any], Any]
 
 
-def unpickle(
-    data: bytes | memoryview, *, persistent: Persistent | None = None, known: Known = _NONE, name: str = "pickle"
-) -> Any:
+def unpickle(data: bytes | memoryview, *, persistent: Persistent | None = None, known: Known = _NONE, name: str = "pickle") -> Any:
     """Return the object of a pickle that fills `data`; `persistent` gives the object of a persistent id.
 
     >>> unpickle(b"cos\\nsystem\\n(S'true'\\ntR.")
@@ -192,12 +190,11 @@ class _Machine:
 
     def run(self) -> Any:
         """Run the pickle to its end, and return the object that it leaves."""
-        data, at = self.data, 0
+        data, operations, at = self.data, _OPERATIONS, 0
         try:
             while True:
                 for _ in repeat(None, 1 << 16):
-                    self.at = at
-                    at = _OPERATIONS[data[at]](self, at + 1)
+                    at = operations[data[at]](self, at + 1)
                 if len(self.stack) > STACK:
                     raise FormatError(f"{len(self.stack)} values wait on the stack, at most {STACK} are expected")
         except _Stop:
@@ -205,17 +202,17 @@ class _Machine:
         except _Truncated:
             raise
         except FormatError as error:
-            raise FormatError(f"{self.name}: pickle, byte {self.at}: {error}") from error
+            raise FormatError(f"{self.name}: pickle, byte {at}: {error}") from error
         except _MISTAKES as error:
-            if isinstance(error, IndexError) and self.at + 1 >= len(data):
+            if isinstance(error, struct.error) or (isinstance(error, IndexError) and at + 1 >= len(data)):
                 raise _Truncated(f"{self.name}: the pickle is cut: it goes on beyond its {len(data)} bytes") from None
             raise FormatError(
-                f"{self.name}: pickle, byte {self.at}: opcode {data[self.at : self.at + 1]!r} does not fit what is there: "
+                f"{self.name}: pickle, byte {at}: opcode {data[at : at + 1]!r} does not fit what is there: "
                 f"{type(error).__name__}: {str(error)[:200]}"
             ) from error
         if len(self.stack) != 1 or self.marks:
-            raise FormatError(f"{self.name}: pickle, byte {self.at}: it leaves {len(self.stack)} objects, expected is one")
-        self.at += 1
+            raise FormatError(f"{self.name}: pickle, byte {at}: it leaves {len(self.stack)} objects, expected is one")
+        self.at = at + 1
         found = self.stack.pop()
         _check_walkable(found, self.name)
         return found
@@ -335,12 +332,13 @@ def _counted(size: struct.Struct, made: Callable[[bytes], Any]) -> Callable[[_Ma
     unpack, width = size.unpack_from, size.size
 
     def handler(machine: _Machine, at: int) -> int:
-        if at + width > len(machine.data):
-            machine.take(at, width)
-        (count,) = unpack(machine.data, at)
+        data = machine.data
         at += width
-        machine.stack.append(made(machine.take(at, count)))
-        return at + count
+        stop: int = at + unpack(data, at - width)[0]
+        if stop > len(data):
+            machine.take(at, stop - at)
+        machine.stack.append(made(data[at:stop]))
+        return stop
 
     return handler
 
@@ -350,8 +348,6 @@ def _fixed(packed: struct.Struct) -> Callable[[_Machine, int], int]:
     unpack, width = packed.unpack_from, packed.size
 
     def handler(machine: _Machine, at: int) -> int:
-        if at + width > len(machine.data):
-            machine.take(at, width)
         machine.stack.append(unpack(machine.data, at)[0])
         return at + width
 
@@ -382,7 +378,7 @@ def _refused(why: str) -> Callable[[_Machine, int], int]:
 
 
 def _utf8(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogatepass")
+    return str(raw, "utf-8", "surrogatepass")
 
 
 def _python2(raw: bytes) -> str | bytes:
@@ -494,7 +490,7 @@ def _binput(machine: _Machine, at: int) -> int:
 
 
 def _long_binput(machine: _Machine, at: int) -> int:
-    machine.memo[int.from_bytes(machine.take(at, 4), "little")] = machine.stack[-1]
+    machine.memo[_U32.unpack_from(machine.data, at)[0]] = machine.stack[-1]
     return at + 4
 
 
@@ -515,7 +511,7 @@ def _binget(machine: _Machine, at: int) -> int:
 
 
 def _long_binget(machine: _Machine, at: int) -> int:
-    machine.stack.append(machine.memo[int.from_bytes(machine.take(at, 4), "little")])
+    machine.stack.append(machine.memo[_U32.unpack_from(machine.data, at)[0]])
     return at + 4
 
 
@@ -892,37 +888,35 @@ def _dtype_of(kind: Any) -> np.dtype[Any] | None:
     return np.dtype(kind.args[0]).newbyteorder(order) if order else np.dtype(kind.args[0])
 
 
+_BUILTINS: dict[str, Callable[..., Any]] = {
+    "list": _new_list,
+    "tuple": _new_tuple,
+    "set": _new_set,
+    "frozenset": _new_frozenset,
+    "dict": _new_dict,
+    "bytes": _new_bytes,
+    "bytearray": _new_bytearray,
+    "int": _new_int,
+    "long": _new_int,
+    "float": _new_float,
+    "bool": _new_bool,
+    "complex": _new_complex,
+    "str": _new_str,
+    "unicode": _new_str,
+    "slice": _new_slice,
+}
+
 HARMLESS: Known = {
+    **{(module, name): make for module in ("builtins", "__builtin__") for name, make in _BUILTINS.items()},
     ("collections", "OrderedDict"): _new_dict,
     ("collections", "defaultdict"): _new_default_dict,
     ("_codecs", "encode"): _encode,
+    ("copyreg", "_reconstructor"): _reconstructed,
+    ("copyreg", "__newobj__"): _new_object,
+    ("copy_reg", "_reconstructor"): _reconstructed,
+    ("copy_reg", "__newobj__"): _new_object,
+    ("numpy.core.multiarray", "scalar"): _scalar,
+    ("numpy._core.multiarray", "scalar"): _scalar,
     ("torch", "Size"): _new_tuple,
-    **{
-        (module, name): constructor
-        for module in ("builtins", "__builtin__")
-        for name, constructor in {
-            "list": _new_list,
-            "tuple": _new_tuple,
-            "set": _new_set,
-            "frozenset": _new_frozenset,
-            "dict": _new_dict,
-            "bytes": _new_bytes,
-            "bytearray": _new_bytearray,
-            "int": _new_int,
-            "long": _new_int,
-            "float": _new_float,
-            "bool": _new_bool,
-            "complex": _new_complex,
-            "str": _new_str,
-            "unicode": _new_str,
-            "slice": _new_slice,
-        }.items()
-    },
-    **{
-        (module, name): constructor
-        for module in ("copyreg", "copy_reg")
-        for name, constructor in {"_reconstructor": _reconstructed, "__newobj__": _new_object}.items()
-    },
-    **{(module, "scalar"): _scalar for module in ("numpy.core.multiarray", "numpy._core.multiarray")},
 }
-"""The constructors that are called. None of them allocates more than it is given."""
+"""The constructors that are called, under their names in Python 3 and 2. None allocates more than it is given."""

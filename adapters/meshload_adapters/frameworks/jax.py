@@ -32,6 +32,7 @@ class Jax:
 
     name = "jax"
     spans = True
+    spans_always = False
 
     def owns(self, thing: Any) -> bool:
         """Say whether a thing is JAX's mesh, or a pytree of its arrays or shapes."""

@@ -17,6 +17,7 @@ class NumPy:
 
     name = "numpy"
     spans = False
+    spans_always = False
 
     def owns(self, thing: Any) -> bool:
         """Say whether a thing is a dict of arrays."""

@@ -46,6 +46,7 @@ class Torch:
 
     name = "torch"
     spans = False
+    spans_always = False
 
     def owns(self, thing: Any) -> bool:
         """Say whether a thing is torch's own, a module, or a dict of tensors."""
@@ -115,6 +116,7 @@ class DTensors(Torch):
 
     name = "dtensor"
     spans = True
+    spans_always = True
 
     def owns(self, thing: Any) -> bool:
         """Say whether a thing is a DeviceMesh."""
