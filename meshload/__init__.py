@@ -5,6 +5,7 @@ from .box import Box
 from .checking import Report, check
 from .checkpoint import Checkpoint, Problem
 from .errors import (
+    CopiesDiffer,
     FormatError,
     LayoutError,
     LimitError,
@@ -25,6 +26,7 @@ __all__ = [
     "Array",
     "Box",
     "Checkpoint",
+    "CopiesDiffer",
     "FormatError",
     "Layout",
     "LayoutError",

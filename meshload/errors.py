@@ -7,6 +7,7 @@ MeshloadError
 ├── MissingArray    (KeyError)     an array is not in the checkpoint, with the reason
 ├── MissingPieces   (ValueError)   elements that are wanted are stored nowhere
 ├── Overlap         (ValueError)   elements that are wanted are stored more than once, in different boxes
+├── CopiesDiffer    (ValueError)   replicated copies of an array are not equal, and the caller asked
 ├── LayoutError     (ValueError)   a mesh, layout, target or configuration does not fit the arrays
 └── LimitError      (ValueError)   one unit that must be held at once is larger than `max_bytes`
 MeshloadWarning     (UserWarning)  right, but unexpected
@@ -43,6 +44,10 @@ class MissingPieces(MeshloadError, ValueError):
 
 class Overlap(MeshloadError, ValueError):
     """Elements that are wanted are stored more than once, in different boxes."""
+
+
+class CopiesDiffer(MeshloadError, ValueError):
+    """Replicated copies of an array are not equal, and the caller asked."""
 
 
 class LayoutError(MeshloadError, ValueError):

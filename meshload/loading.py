@@ -153,6 +153,7 @@ def restore(
     exclude: str | Sequence[str] | None = None,
     missing: str = "error",
     optimizer: bool = False,
+    copies: str = "first",
     max_bytes: int | None = None,
     merge_gap: int | None = None,
     progress: Progress | bool | None = None,
@@ -175,6 +176,8 @@ def restore(
         include, exclude: Globs of names.
         missing: `"error"`, or `"ignore"` for wanted names that the checkpoint lacks.
         optimizer: Also return the moments, as `optimizer.exp_avg.<name>`, sharded like their weights.
+        copies: What becomes of replicated copies (norms under tp): the `"first"` is taken, `"check"` raises `CopiesDiffer` where
+            they are not equal, `"mean"` takes their mean.
         max_bytes: Ceiling of memory that is neither result nor metadata; 256 MiB by default.
         merge_gap: Unwanted bytes that are read rather than skipped; by default 4 KiB locally, more for object stores.
         progress: True for a bar on the terminal, or a function of bytes done and bytes in all.
@@ -199,6 +202,7 @@ def restore(
         exclude,
         missing,
         optimizer,
+        copies,
         max_bytes,
         merge_gap,
     )
@@ -227,6 +231,7 @@ def plan(
     exclude: str | Sequence[str] | None = None,
     missing: str = "error",
     optimizer: bool = False,
+    copies: str = "first",
     max_bytes: int | None = None,
     merge_gap: int | None = None,
 ) -> Plan:
@@ -250,6 +255,7 @@ def plan(
         exclude,
         missing,
         optimizer,
+        copies,
         max_bytes,
         merge_gap,
     ).plan
@@ -288,7 +294,7 @@ class _Request:
         """Turn filled buffers into tensors, letting go of each buffer on the way."""
         by_name: dict[str, list[int]] = {}
         for i, target in enumerate(self.plan.targets):
-            if i not in self.scales.values():
+            if i not in self.scales.values() and i not in self.plan.spare:
                 by_name.setdefault(target.name, []).append(i)
         aliases: dict[int, list[str]] = {}
         for alias, i in self.plan.aliases:
@@ -299,7 +305,7 @@ class _Request:
             targets = [self.plan.targets[i] for i in numbers]
             slices = []
             for i, target in zip(numbers, targets, strict=True):
-                values = self._values(i, buffers.pop(i), target, factors)
+                values = self._values(i, buffers, factors)
                 slices += [Slice(r, target.box, values, target.stored) for r in target.ranks]
             placement = self.placements.get(name) or Placement(targets[0].whole)
             tensor = self.framework.tensor(slices, replace(placement, device=device or placement.device))
@@ -308,8 +314,9 @@ class _Request:
                 tensors[alias] = tensor
         return tensors if self.like is None else self.framework.like(self.like, tensors)
 
-    def _values(self, i: int, buffer: Any, target: Target, factors: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
-        values = values_of(buffer, target)
+    def _values(self, i: int, buffers: dict[int, Any], factors: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
+        target: Target = self.plan.targets[i]
+        values = values_of(buffers.pop(i), target, [buffers.pop(n) for n in self.plan.others.get(i, ())])
         if i in self.scales and self.dtype is not None:
             other = self.plan.targets[self.scales[i]]
             start = target.box.start if target.box else (0,) * values.ndim
@@ -349,6 +356,7 @@ def _request(
     exclude: str | Sequence[str] | None,
     missing: str,
     optimizer: bool,
+    copies: str,
     max_bytes: int | None,
     merge_gap: int | None,
 ) -> _Request:
@@ -367,7 +375,9 @@ def _request(
         raise LayoutError(f"into={framework.name!r}: its tensors span a mesh of its own, and mesh={mesh!r} is none")
     wishes = framework.wishes(like) if like is not None else None
     view = _view(checkpoint, names, wishes)
-    wanted = Wanted()
+    if copies not in ("first", "check", "mean"):
+        raise LayoutError(f"copies={copies!r}: 'first', 'check' or 'mean' was expected")
+    wanted = Wanted(copies=copies)
     placements: dict[str, Placement] = {}
     collect = _Collector(view, sized, foreign, ranks, layout, framework, wishes, wanted, placements, include, exclude)
     collect.weights()
@@ -375,10 +385,11 @@ def _request(
         collect.moments(checkpoint)
     if wanted.missing and missing == "error":
         raise MissingArray(_missing_text(view, wanted.missing))
-    copies = join(wanted.jobs(), wanted.targets)
+    joined = join(wanted.jobs(), wanted.targets)
     made = Plan(
         wanted.targets,
-        copies,
+        joined.copies,
+        joined.others,
         tuple(wanted.aliases),
         collect.unexpected(),
         tuple(wanted.missing),
@@ -545,7 +556,9 @@ def _naming_of_wishes(checkpoint: Checkpoint, wishes: Mapping[str, Wish]) -> str
     def known(names: Container[str]) -> int:
         return sum(any(n in names for n in (name, *wish.same)) for name, wish in wishes.items())
 
-    counts = {"native": known(checkpoint), "stored": known(checkpoint.with_names("stored"))}
+    counts = {"native": known(checkpoint)}
+    if "stored" in checkpoint.views:  # not where a caller made the checkpoint
+        counts["stored"] = known(checkpoint.with_names("stored"))
     naming = naming_of(wishes, checkpoint.config)
     if naming is not None and _model(checkpoint) is not None:
         model = model_of(naming, checkpoint.config)

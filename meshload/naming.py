@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -220,8 +220,16 @@ def rename(line: Line, index: Sequence[int]) -> str:
 # --- what is stored ---------------------------------------------------------------------------------------------------
 
 
-Kind = tuple[np.dtype[Any], str | None, Step | None]
-"""A dtype, the format's own name of it where NumPy has none, and the step to what is meant."""
+class Kind(NamedTuple):
+    """What arrays must share to be parts of one array."""
+
+    dtype: np.dtype[Any]
+    stored: str | None
+    """The format's own name of the dtype, where NumPy has none."""
+    step: Step | None
+    """From stored values to those that are meant."""
+    copies: str
+    """What rows of one box mean."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +251,7 @@ class Stored:
             shared = tuple(d for d in dims if d in where)
             found |= self._kinds(dims, shared).get(tuple(where[d] for d in shared), set())
         if len(found) > 1:
-            dtypes = listing(str(dtype) for dtype, _, _ in found)
+            dtypes = listing(str(kind.dtype) for kind in found)
             raise LayoutError(
                 f"{' '.join(self.dims)} at {where} is stored in several dtypes ({dtypes}), which one array cannot hold"
             )
@@ -342,13 +350,13 @@ def _add(model: Model, line: Line, entries: Sequence[tuple[tuple[int, ...], Arra
     pattern = model.pattern(line)
     expected = model.whole_shape(line)
     step = pattern.step_at(model.values)
-    groups: dict[tuple[Any, ...], list[tuple[tuple[int, ...], Array]]] = {}
+    groups: dict[tuple[Kind, Shape], list[tuple[tuple[int, ...], Array]]] = {}
     for index, array in entries:
         _check_shape(model, line, pattern, expected, array)
-        groups.setdefault((array.dtype, array.stored, step, array.shape), []).append((index, array))
-    for (dtype, stored, step_, shape), members in groups.items():
+        kind = Kind(array.dtype, array.stored, array.step or step, array.copies)
+        groups.setdefault((kind, array.shape), []).append((index, array))
+    for (kind, shape), members in groups.items():
         rows = stacked([a.pieces for _, a in members], np.asarray([i for i, _ in members], np.int64).reshape(len(members), -1))
-        kind = (dtype, stored, step_)
         for part in line.parts:
             pieces = find(pattern, part, rows, len(line.counted), shape, model.size)
             dims = (*line.counted, *pattern.dims_of(part))
@@ -420,10 +428,10 @@ def _shown_array(
         return None
     if len(kinds) != 1:
         raise LayoutError(f"{rename(line, index)}: its parts are stored in different dtypes or with different steps")
-    dtype, stored_as, step = kinds.pop()
+    kind = kinds.pop()
     back = pattern.step_at(model.values)
     pieces = fuse(pattern, tables, 0, model.size)
-    return Array(rename(line, index), dtype, shape, pieces, stored_as, between(step, back))
+    return Array(rename(line, index), kind.dtype, shape, pieces, kind.stored, between(kind.step, back), kind.copies)
 
 
 def between(stored: Step | None, wanted: Step | None) -> Step | None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,6 +43,8 @@ class Target:
     """How many elements are read; the rest is padding, zeros."""
     step: Step | None = None
     stored: str | None = None
+    copies: str = "first"
+    """What is made of its stored copies: see `COPIES`."""
 
     @property
     def rank(self) -> int:
@@ -97,6 +99,8 @@ class Plan:
 
     targets: Sequence[Target]
     copies: Copies
+    others: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Target -> the targets that take its other stored copies, where all of them are read."""
     aliases: tuple[tuple[str, int], ...] = ()
     """Names that share a target: tied weights that this rank holds under both names."""
     unexpected: tuple[str, ...] = ()
@@ -128,7 +132,9 @@ class Plan:
             copies = self.copies.take(order[first:end])
             copies = replace(copies, target=np.searchsorted(numbers, copies.target))
             aliases = tuple((a, place[i]) for a, i in self.aliases if i in place)
-            found[rank] = replace(self, targets=[targets[n] for n in place], copies=copies, aliases=aliases, apart=False)
+            others = {place[i]: tuple(place[n] for n in more) for i, more in self.others.items() if i in place}
+            mine = [targets[n] for n in place]
+            found[rank] = replace(self, targets=mine, copies=copies, others=others, aliases=aliases, apart=False)
         return found
 
     @property
@@ -166,8 +172,13 @@ class Plan:
 
     @cached_property
     def result_bytes(self) -> int:
-        """Memory of the targets."""
+        """Memory of the targets, those of further copies included."""
         return sum(t.nbytes for t in self.targets)
+
+    @cached_property
+    def spare(self) -> frozenset[int]:
+        """The targets that take further copies, and are no results of their own."""
+        return frozenset(n for more in self.others.values() for n in more)
 
     def of(self, name: str) -> Plan:
         """Return the plan of one array alone, for its counts."""
@@ -178,7 +189,7 @@ class Plan:
         """Return what `meshload plan` shows, as plain values: per rank, in total, and which names are held how."""
         per_rank = {
             rank: {
-                "arrays": len(p.targets) + len(p.aliases),
+                "arrays": len(p.targets) - len(p.spare) + len(p.aliases),
                 "wanted_bytes": p.wanted_bytes,
                 "read_bytes": p.read_bytes,
                 "reads": p.reads,
@@ -188,8 +199,9 @@ class Plan:
             for rank, p in self._each.items()
         }
         held: dict[str, list[Target]] = {}
-        for target in self.targets:
-            held.setdefault(target.name, []).append(target)
+        for i, target in enumerate(self.targets):
+            if i not in self.spare:
+                held.setdefault(target.name, []).append(target)
         times = {n: sum(t.filled * len(t.ranks) for t in ts) / max(math.prod(ts[0].whole), 1) for n, ts in held.items()}
         replicas = max(1, int(min((k for n, k in times.items() if held[n][0].size), default=1)))
         more = {n for n, k in times.items() if k > replicas}
@@ -230,18 +242,42 @@ class Job:
     wanted: Pieces
     """Its `source` counts targets."""
     stored: Pieces
+    copies: str = "first"
+    """What rows of one box are: see `COPIES`."""
 
 
-def plan(jobs: Iterable[Job], targets: Sequence[Target]) -> Copies:
-    """Join every job, or raise `MissingPieces`, `Overlap` or `FormatError`, naming arrays, ranks and both numbers."""
-    tables, problems = [], []
+COPIES = ("first", "check", "mean", "sum")
+"""`first`: copies of which one is read; `check`: all are read and must be equal; `mean`, `sum`: addends, all are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What joining gives: the copies to make, and the further targets that take the other stored copies of a target."""
+
+    copies: Copies
+    others: Mapping[int, tuple[int, ...]]
+
+
+def plan(jobs: Iterable[Job], targets: Targets) -> Joined:
+    """Join every job, or raise `MissingPieces`, `Overlap` or `FormatError`, naming arrays, ranks and both numbers.
+
+    Where all copies of a box are to be read, targets for the others are added.
+    """
+    tables: list[Copies] = []
+    problems: list[MissingPieces | Overlap] = []
+    others: dict[int, list[int]] = {}
     kept: dict[int, Any] = {}  # id() of a source tuple is only good while the tuple lives
     for job in jobs:
         if not len(job.wanted):
             continue
         kept[id(job.stored.sources)] = job.stored.sources
         try:
-            tables.append(_joined(job, targets))
+            number = copy_numbers(job.stored)
+            tables.append(_joined(replace(job, stored=job.stored.take(number == 0)), targets))
+            if job.copies != "first":
+                for n in range(1, int(number.max(initial=0)) + 1):
+                    again = replace(job, stored=job.stored.take(number == n))
+                    tables += _joined_again(again, targets, n, others)
         except (MissingPieces, Overlap) as error:
             problems.append(error)
     if problems:
@@ -249,21 +285,39 @@ def plan(jobs: Iterable[Job], targets: Sequence[Target]) -> Copies:
         raise kind(listing((str(p) for p in problems), 10) if len(problems) > 1 else str(problems[0]))
     copies = Copies.union(tables)
     _check_inside(copies, targets)
-    return copies
+    return Joined(copies, {i: tuple(more) for i, more in others.items()})
+
+
+def _joined_again(job: Job, targets: Targets, n: int, others: dict[int, list[int]]) -> list[Copies]:
+    """Join the `n`-th further copy of what a job wants, into targets of its own, for the targets that have one."""
+    w, _ = meetings(job.wanted, job.stored)
+    having = np.unique(job.wanted.source[w])
+    if not len(having):
+        return []
+    for i in having.tolist():
+        more = others.setdefault(i, [])
+        if len(more) < n:
+            more.append(targets.add([targets[i]]))
+    numbers = np.asarray([others[i][n - 1] for i in having.tolist()], np.int64)
+    rows = job.wanted.take(np.isin(job.wanted.source, having))
+    wanted = replace(rows, source=numbers[np.searchsorted(having, rows.source)])
+    return [_joined(replace(job, wanted=wanted), targets)]
 
 
 def plan_array(array: Array, *, max_bytes: int = MAX_BYTES, merge_gap: int | None = None) -> Plan:
     """Plan reading one array whole."""
-    target = Target(
-        array.name, (0,), array.dtype, array.shape, array.shape, Box((0,) * array.ndim, array.shape), array.size, array.step
+    whole = Box((0,) * array.ndim, array.shape)
+    targets = Targets()
+    targets.add(
+        [Target(array.name, (0,), array.dtype, array.shape, array.shape, whole, array.size, array.step, copies=array.copies)]
     )
     wanted = piece(0, 0, array.shape, array.dtype.itemsize)
-    copies = plan([Job(array.name, array.dtype.itemsize, wanted, array.pieces)], [target])
-    return Plan([target], copies, max_bytes=max_bytes, merge_gap=merge_gap)
+    joined = plan([Job(array.name, array.dtype.itemsize, wanted, array.pieces, array.copies)], targets)
+    return Plan(targets, joined.copies, joined.others, max_bytes=max_bytes, merge_gap=merge_gap)
 
 
 def _joined(job: Job, targets: Sequence[Target]) -> Copies:
-    stored = _one_copy_each(job.stored)
+    stored = job.stored
     w, s = meetings(job.wanted, stored)
     wanted, found = job.wanted.take(w), stored.take(s)
     start = np.maximum(wanted.start, found.start)
@@ -316,16 +370,20 @@ def meetings(a: Pieces, b: Pieces) -> tuple[Ints, Ints]:
     return rows[keep], columns[keep]
 
 
-def _one_copy_each(stored: Pieces) -> Pieces:
-    """Keep the first of rows that store the same box: replicated copies are read once."""
-    if len(stored) < 2:
-        return stored
+def copy_numbers(stored: Pieces) -> Ints:
+    """Number the rows that store the same box, each box from 0 on, in the order in which they stand."""
+    n = len(stored)
+    if n < 2:
+        return np.zeros(n, np.int64)
     if stored.ndim == 0:
-        return stored.take(slice(0, 1))
+        return np.arange(n)
     keys = np.concatenate([stored.shape, stored.start], axis=1)
     order = np.lexsort(keys.T)  # stable, so that the first copy stays in front
-    same = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
-    return stored.take(np.sort(order[np.concatenate([[True], ~same])])) if same.any() else stored
+    same = np.concatenate([[False], (keys[order[1:]] == keys[order[:-1]]).all(axis=1)])
+    first = np.maximum.accumulate(np.where(same, 0, np.arange(n)))
+    numbers = np.empty(n, np.int64)
+    numbers[order] = np.arange(n) - first
+    return numbers
 
 
 def _check_filled(job: Job, targets: Sequence[Target], filled: Ints, stored: Pieces, met: Ints) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .array import Array
+from .errors import CopiesDiffer
 from .planning import MAX_BYTES, Plan, Target, check_limit, plan_array
 from .scheduling import Chunk, Cut, Read, Schedule, Staged, Straight, boxes_of_cut
 from .source import Bytes, ByteSource, ChunkedSource
@@ -69,18 +70,39 @@ def buffer_for(target: Target) -> Bytes:
     return raw[skip : skip + target.nbytes]
 
 
-def values_of(buffer: Bytes, target: Target) -> NDArray[Any]:
-    """Return a filled buffer as the values that its target means: a view, or new memory where a step applies."""
+def values_of(buffer: Bytes, target: Target, others: Sequence[Bytes] = ()) -> NDArray[Any]:
+    """Return a filled buffer as the values that its target means: a view, or new memory where copies or a step ask for it.
+
+    `others` are the buffers of the target's further copies.
+    """
     found = buffer.view(target.dtype).reshape(target.shape)
+    if others:
+        found = _joined(found, [b.view(target.dtype).reshape(target.shape) for b in others], target)
     return target.step.apply(found) if target.step else found
+
+
+def _joined(first: NDArray[Any], others: Sequence[NDArray[Any]], target: Target) -> NDArray[Any]:
+    """Make one array of all stored copies; sums and means are computed in float32 (float64 for 64 bits) and rounded once."""
+    if target.copies == "check":
+        for n, other in enumerate(others, 1):
+            if first.tobytes() != other.tobytes():
+                far = np.nanmax(np.abs(first.astype(np.float64) - other.astype(np.float64)))
+                raise CopiesDiffer(
+                    f"{target.name}: rank {target.rank} finds that stored copies 0 and {n} differ, by {far:g} at most; "
+                    f"copies='first' takes the first, copies='mean' their mean"
+                )
+        return first
+    wide: np.dtype[Any] = np.dtype(np.float64 if first.dtype.itemsize == 8 else np.float32)
+    total = np.sum([a.astype(wide) for a in (first, *others)], axis=0, dtype=wide)
+    return np.asarray((total / wide.type(1 + len(others)) if target.copies == "mean" else total).astype(first.dtype))
 
 
 def read_array(array: Array, *, max_bytes: int = MAX_BYTES) -> NDArray[Any]:
     """Read one array whole."""
     made = plan_array(array, max_bytes=max_bytes)
-    buffer = buffer_for(made.targets[0])
-    read(made, {0: buffer})
-    return values_of(buffer, made.targets[0])
+    buffers = buffers_for(made)
+    read(made, buffers)
+    return values_of(buffers[0], made.targets[0], [buffers[n] for n in made.others.get(0, ())])
 
 
 def tensorstore_view(array: Array, *, max_bytes: int | None = None) -> Any:

@@ -18,13 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .array import Array
-from .box import Box, Shape, whole
+from .box import Shape, whole
 from .checkpoint import Checkpoint
 from .errors import SourceError
 from .frameworks import Framework, Placement, Slice
 from .pieces import Pieces
 from .planning import plan_array
-from .reading import buffers_for, read, values_of
 from .source import Bytes, Folder, open_folder
 
 # --- counting ---------------------------------------------------------------------------------------------------------
@@ -342,12 +341,3 @@ class FrameworkSuite:
 
     def test_a_thing_that_is_not_its_own_is_not_owned(self) -> None:
         assert not self.framework.owns(object())
-
-
-def filled(array: Array, box: Box | None = None) -> NDArray[Any]:
-    """Read an array, or a box of it, through a plan."""
-    part = array if box is None else array[box.slices]
-    made = plan_array(part)
-    buffers = buffers_for(made)
-    read(made, buffers)
-    return values_of(buffers[0], made.targets[0])

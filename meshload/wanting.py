@@ -37,19 +37,25 @@ class Wanted:
     missing: dict[str, int] = field(default_factory=dict)
     """Wanted names that are stored nowhere -> a rank that wants them."""
     notes: list[str] = field(default_factory=list)
-    _tables: dict[tuple[str, int, int], list[Pieces]] = field(default_factory=dict)
-    _stored: dict[tuple[str, int, int], Pieces] = field(default_factory=dict)
+    copies: str = "first"
+    """What becomes of replicated copies, where the format does not say what they are."""
+    _tables: dict[tuple[str, int, int, str], list[Pieces]] = field(default_factory=dict)
+    _stored: dict[tuple[str, int, int, str], Pieces] = field(default_factory=dict)
     _held: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
     def jobs(self) -> Iterator[Job]:
         """Return the joins that fill the targets."""
         for key, tables in self._tables.items():
-            label, _, itemsize = key
-            yield Job(label, itemsize, union(tables), self._stored[key])
+            label, _, itemsize, copies = key
+            yield Job(label, itemsize, union(tables), self._stored[key], copies)
 
-    def add(self, label: str, itemsize: int, wanted: Pieces, stored: Pieces) -> None:
+    def policy(self, copies: str) -> str:
+        """Return what becomes of an array's stored copies: what the format says of them, else what the caller asked for."""
+        return self.copies if copies == "first" else copies
+
+    def add(self, label: str, itemsize: int, wanted: Pieces, stored: Pieces, copies: str = "first") -> None:
         """Want some pieces of what is stored, both in the same dims."""
-        key = (label, id(stored.source), itemsize)
+        key = (label, id(stored.source), itemsize, copies)
         self._stored[key] = stored
         self._tables.setdefault(key, []).append(wanted)
 
@@ -66,14 +72,14 @@ class _Block(Sequence[Target]):
     def __getitem__(self, i: Any) -> Any:
         m = self.model
         name = self.prefix + rename(self.line, self.indices[i])
-        return Target(name, m.ranks, m.dtype, m.shape, m.whole, m.box, m.filled, m.step, m.stored)
+        return Target(name, m.ranks, m.dtype, m.shape, m.whole, m.box, m.filled, m.step, m.stored, m.copies)
 
 
 class _Ranks(Sequence[Target]):
     """The targets of one array on many ranks."""
 
-    def __init__(self, array: Array, name: str, ranks: Ints, start: Ints, shape: Ints) -> None:
-        self.array, self.name, self.ranks, self.start, self.shape = array, name, ranks, start, shape
+    def __init__(self, array: Array, name: str, ranks: Ints, start: Ints, shape: Ints, copies: str) -> None:
+        self.array, self.name, self.ranks, self.start, self.shape, self.copies = array, name, ranks, start, shape, copies
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -82,7 +88,8 @@ class _Ranks(Sequence[Target]):
         shape = tuple(self.shape[i].tolist())
         box = Box(tuple(self.start[i].tolist()), shape)
         a = self.array
-        return Target(self.name, (int(self.ranks[i]),), a.dtype, shape, a.shape, box, box.size, a.step, a.stored)
+        rank = (int(self.ranks[i]),)
+        return Target(self.name, rank, a.dtype, shape, a.shape, box, box.size, a.step, a.stored, self.copies)
 
 
 # --- by table and layout ----------------------------------------------------------------------------------------------
@@ -122,10 +129,15 @@ def _check_cuts(model: Model, line: Line, layout: Layout, mesh: Mesh) -> None:
         dims = {*line.counted, *pattern.dims_of(part), *([] if line.where == "layers" else ["layer"])}
         dims |= {joint_of[d] for d in dims if d in joint_of}
         dims |= {joint_of[d] for d in dims if d in joint_of}  # a joint of joints
-        for dim, axes in [*((d, layout.cutting(d, mesh)) for d in sorted(dims)), ("dim 0 of the local array", layout.row_axes(mesh))]:
+        for dim, axes in [
+            *((d, layout.cutting(d, mesh)) for d in sorted(dims)),
+            ("dim 0 of the local array", layout.row_axes(mesh)),
+        ]:
             for axis in axes:
                 if cut_by.setdefault(axis, dim) != dim:
-                    raise LayoutError(f"{line.name}: mesh axis {axis!r} cuts both {cut_by[axis]} and {dim}; an axis cuts an array once")
+                    raise LayoutError(
+                        f"{line.name}: mesh axis {axis!r} cuts both {cut_by[axis]} and {dim}; an axis cuts an array once"
+                    )
 
 
 def _counted(local: Local, dim: str) -> Sequence[int]:
@@ -147,6 +159,7 @@ def _want_line(
 ) -> None:
     pattern = model.pattern(line)
     for kind, members in _by_kind(wanted, inventory, line, indices, local.rank).items():
+        copies = wanted.policy(kind.copies)
         held = shown_shape(pattern, line.parts, lambda _, d: local.extent(d).held)
         start, stop = local.rows(held[0]) if held else (0, 0)
         shape = (stop - start, *held[1:]) if held else held
@@ -156,7 +169,7 @@ def _want_line(
             wanted.aliases += [(prefix + rename(line, index), first + i) for i, index in enumerate(members)]
             continue
         first = len(wanted.targets)
-        memory = _memory(first, members, [((start, *(0,) * (len(held) - 1)) if held else (), shape)], shape, kind[0].itemsize)
+        memory = _memory(first, members, [((start, *(0,) * (len(held) - 1)) if held else (), shape)], shape, kind.dtype.itemsize)
         filled = 0
         for part in line.parts:
             sizes = (lambda _, d: local.extent(d).count), (lambda _, d: local.extent(d).held)
@@ -166,9 +179,9 @@ def _want_line(
             filled += int(pieces.sizes.sum()) // max(len(members), 1)
             stored = inventory.parts[part]
             pieces = pieces.place(at).transpose([dims.index(d) for d in stored.dims])
-            wanted.add(line.name, kind[0].itemsize, pieces, stored.groups[_same(stored, kind)])
-        step = step_of(between(kind[2], pattern.step_at(model.values)))
-        sample = Target("", (local.rank,), kind[0], shape, model.whole_shape(line), None, filled, step, kind[1])
+            wanted.add(line.name, kind.dtype.itemsize, pieces, stored.groups[_same(stored, kind)], copies)
+        step = step_of(between(kind.step, pattern.step_at(model.values)))
+        sample = Target("", (local.rank,), kind.dtype, shape, model.whole_shape(line), None, filled, step, kind.stored, copies)
         wanted._held[tie] = wanted.targets.add(_Block(sample, line, members, prefix))
 
 
@@ -287,10 +300,13 @@ def _want_array(wanted: Wanted, arrays: Mapping[str, Array], name: str, held: Sl
     for ranks, boxes in _by_boxes(held):
         shape = local_shape(boxes)
         box = boxes[0] if len(boxes) == 1 else None
-        target = Target(prefix + name, ranks, array.dtype, shape, array.shape, box, math.prod(shape), array.step, array.stored)
+        copies = wanted.policy(array.copies)
+        target = Target(
+            prefix + name, ranks, array.dtype, shape, array.shape, box, math.prod(shape), array.step, array.stored, copies
+        )
         memory = _memory(len(wanted.targets), [()], [(b.start, b.shape) for b in boxes], shape, array.dtype.itemsize)
         wanted.targets.add([target])
-        wanted.add(name, array.dtype.itemsize, memory, array.pieces)
+        wanted.add(name, array.dtype.itemsize, memory, array.pieces, copies)
 
 
 def _want_line_boxes(
@@ -307,6 +323,7 @@ def _want_line_boxes(
     pattern, sizes = model.pattern(line), padded_sizes(model, pad)
     full = shown_shape(pattern, line.parts, sizes)
     for kind, members in _by_kind(wanted, inventory, line, indices, held[0][0] if held else 0).items():
+        copies = wanted.policy(kind.copies)
         for ranks, boxes in _by_boxes(held):
             shape = local_shape(boxes)
             tie = (tuple(id(inventory.parts[p]) for p in line.parts), tuple(members), ranks, prefix, boxes)
@@ -314,7 +331,7 @@ def _want_line_boxes(
                 first = wanted._held[tie]
                 wanted.aliases += [(prefix + rename(line, index), first + i) for i, index in enumerate(members)]
                 continue
-            memory = _memory(len(wanted.targets), members, [(b.start, b.shape) for b in boxes], shape, kind[0].itemsize)
+            memory = _memory(len(wanted.targets), members, [(b.start, b.shape) for b in boxes], shape, kind.dtype.itemsize)
             filled = 0
             for part in line.parts:
                 pieces = find(pattern, part, memory, len(line.counted), full, model.size, sizes)
@@ -322,10 +339,10 @@ def _want_line_boxes(
                 stored = inventory.parts[part]
                 dims = line_dims(line, pattern, part)
                 pieces = pieces.transpose([dims.index(d) for d in stored.dims])
-                wanted.add(line.name, kind[0].itemsize, pieces, stored.groups[_same(stored, kind)])
-            step = step_of(between(kind[2], pattern.step_at(model.values)))
+                wanted.add(line.name, kind.dtype.itemsize, pieces, stored.groups[_same(stored, kind)], copies)
+            step = step_of(between(kind.step, pattern.step_at(model.values)))
             box = boxes[0] if len(boxes) == 1 else None
-            sample = Target("", ranks, kind[0], shape, full, box, filled, step, kind[1])
+            sample = Target("", ranks, kind.dtype, shape, full, box, filled, step, kind.stored, copies)
             wanted._held[tie] = wanted.targets.add(_Block(sample, line, members, prefix))
 
 
@@ -346,13 +363,13 @@ def want_sharded(wanted: Wanted, name: str, array: Array, sharding: Sharding, me
     """Want one array on many ranks, as a sharding cuts it."""
     numbers = np.asarray(ranks, np.int64)
     start, shape = sharding.boxes_of_ranks(array.shape, mesh, numbers)
-    first = wanted.targets.add(_Ranks(array, name, numbers, start, shape))
+    first = wanted.targets.add(_Ranks(array, name, numbers, start, shape, wanted.policy(array.copies)))
     n, ndim = shape.shape
     strides = np.full((n, ndim), array.dtype.itemsize, np.int64)
     for d in range(ndim - 2, -1, -1):
         strides[:, d] = strides[:, d + 1] * shape[:, d + 1]
     pieces = table((), np.arange(first, first + n), np.zeros(n, np.int64), start, shape, strides)
-    wanted.add(name, array.dtype.itemsize, pieces, array.pieces)
+    wanted.add(name, array.dtype.itemsize, pieces, array.pieces, wanted.policy(array.copies))
 
 
 def shown_axes(pattern: Pattern, layout: Layout, mesh: Mesh, joints: Mapping[str, Sequence[str]]) -> tuple[tuple[str, ...], ...]:

@@ -186,6 +186,17 @@ def test_a_chain_of_operations_reads_what_numpy_has(tmp_path: Path, data: st.Dat
     assert same_bits(pair.array, pair.values)
 
 
+@given(st.data(), st.lists(st.integers(1, 4), min_size=2, max_size=3), st.integers(1, 2))
+def test_runs_that_end_anywhere_are_split_and_merged_again(data: st.DataObject, sizes: list[int], width: int) -> None:
+    values = ramp("w", (math.prod(sizes), width))
+    ends = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=3)))
+    parts = [values[a:b] for a, b in itertools.pairwise([0, *ends, len(values)])]
+    fine = concatenate([of_pieces(p, [0, 0]) for p in parts]).split(0, sizes)
+    assert same_bits(fine, values.reshape(*sizes, width))
+    assert same_bits(fine.merge(0, len(sizes)), values)
+    assert same_bits(fine.merge(len(sizes) - 1, 2), values.reshape(*sizes[:-1], sizes[-1] * width))
+
+
 @settings(max_examples=40)
 @given(st.data())
 def test_a_tensorstore_view_reads_what_numpy_has(tmp_path: Path, data: st.DataObject) -> None:

@@ -708,7 +708,8 @@ def test_b73_layers_that_lack_or_exceed_are_listed(layers: int) -> None:
     }
     if layers == 3:
         with pytest.raises(
-            meshload.MissingArray, match=r"model.layers.2.input_layernorm.weight, .*model.layers.2.mlp.down_proj.weight: .*never lists"
+            meshload.MissingArray,
+            match=r"model.layers.2.input_layernorm.weight, .*model.layers.2.mlp.down_proj.weight: .*never lists",
         ):
             restored(path, config=config)
         made = meshload.plan(path, config=config, missing="ignore")

@@ -75,3 +75,28 @@ def test_a_path_that_holds_no_checkpoint_raises(tmp_path: pathlib.Path) -> None:
     assert open_folder(tmp_path).names() == []
     with pytest.raises(meshload.FormatError, match="no installed format"):
         check(tmp_path)
+
+
+def test_b01_the_caller_says_what_becomes_of_copies(tmp_path: pathlib.Path) -> None:
+    other = np.arange(8, dtype="f4")
+    other[3] += 2.0**-6
+    folder = written(tmp_path, range(8), other)
+    restored = {
+        policy: meshload.restore(folder, format=Copies(), layout="replicated", into="numpy", copies=policy)["norm"]
+        for policy in ("first", "mean")
+    }
+    assert restored["first"].tolist() == list(range(8))
+    assert restored["mean"][3] == 3 + 2.0**-7
+    with pytest.raises(meshload.CopiesDiffer, match=r"norm: rank 0 .*0\.015625"):
+        meshload.restore(folder, format=Copies(), layout="replicated", into="numpy", copies="check")
+
+
+def test_addends_are_summed_whatever_is_asked_of_copies(tmp_path: pathlib.Path) -> None:
+    checkpoint = meshload.open(written(tmp_path, range(8), range(8)), format=Copies())
+    checkpoint = replace(checkpoint, arrays={"norm": replace(checkpoint["norm"], copies="sum")})
+    assert np.asarray(checkpoint["norm"][2:5]).tolist() == [4, 6, 8]
+    layout = {"norm": ("tp",)}
+    got = meshload.restore(checkpoint, mesh="tp=2", rank=1, layout=layout, into="numpy")
+    assert got["norm"].tolist() == [8, 10, 12, 14]
+    summary = meshload.plan(checkpoint, mesh="tp=2", rank="all", layout=layout).summary()
+    assert {r: (s["arrays"], s["read_bytes"]) for r, s in summary["ranks"].items()} == {0: (1, 32), 1: (1, 32)}

@@ -29,7 +29,10 @@ def test_restore_torch_shows_both_ranks_of_a_checkpoint_that_it_makes() -> None:
     pytest.importorskip("transformers")
     out = run("examples/restore_torch.py", "--mesh", "tp=2")
     assert out.count("model.layers.0.self_attn.q_proj.weight") == 2
-    assert [line.split(",")[0] for line in out.splitlines() if line.startswith("rank")] == ["rank 0: 27 tensors", "rank 1: 27 tensors"]
+    assert [line.split(",")[0] for line in out.splitlines() if line.startswith("rank")] == [
+        "rank 0: 27 tensors",
+        "rank 1: 27 tensors",
+    ]
 
 
 def test_restore_torch_shows_one_rank_of_a_checkpoint_that_is_named() -> None:

@@ -12,8 +12,8 @@ from meshload.array import Array
 from meshload.checkpoint import Checkpoint
 from meshload.mesh import Mesh, sharding
 from meshload.pieces import Pieces, piece, table, union
-from meshload.planning import Job, Plan, meetings, plan, plan_array
-from meshload.testing import InMemory, Nothing, filled, ramp, same_bits
+from meshload.planning import Job, Plan, Targets, meetings, plan, plan_array
+from meshload.testing import InMemory, Nothing, ramp, same_bits
 from meshload.wanting import Wanted, want_sharded
 
 pytest.importorskip("hypothesis")
@@ -39,7 +39,7 @@ def sharded(name: str, shape: tuple[int, int], counts: tuple[int, int], at: int 
 def wanted_on(array: Array, mesh: Mesh, *axes: str | None) -> Plan:
     wanted = Wanted()
     want_sharded(wanted, array.name, array, sharding(axes), mesh, range(mesh.size))
-    return Plan(wanted.targets, plan(wanted.jobs(), wanted.targets))
+    return Plan(wanted.targets, plan(wanted.jobs(), wanted.targets).copies)
 
 
 # --- exactly once -----------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def test_a_hole_that_a_rank_does_not_need_is_none_for_it() -> None:
     lacking = Array("w", F4, (8, 4), stored.pieces.take(stored.pieces.start[:, 0] != 6))
     wanted = Wanted()
     want_sharded(wanted, "w", lacking, sharding(["tp", None]), Mesh(("tp",), (2,)), [0])
-    assert plan(wanted.jobs(), wanted.targets).nbytes == 64
+    assert plan(wanted.jobs(), wanted.targets).copies.nbytes == 64
 
 
 def test_several_holes_are_one_error_with_all_names() -> None:
@@ -166,7 +166,7 @@ def test_a_truncated_source_is_found_before_it_is_read() -> None:
 
 def test_a_reversed_array_lies_inside_its_source() -> None:
     backwards = Array("w", F4, (4,), table((InMemory("f", ramp("w", (4,)).tobytes()),), [0], [12], [[0]], [[4]], [[-4]]))
-    assert same_bits(filled(backwards), ramp("w", (4,))[::-1])
+    assert same_bits(backwards, ramp("w", (4,))[::-1])
 
 
 def test_one_element_may_be_wanted_by_many() -> None:
@@ -200,6 +200,12 @@ def test_missing_and_unexpected_are_listed() -> None:
     assert [t.name for t in made.targets] == ["a"]
 
 
+def test_what_is_listed_and_not_there_is_missed_where_all_is_wanted() -> None:
+    with pytest.raises(meshload.MissingArray, match=r"d: the index puts it in x\.safetensors"):
+        meshload.plan(toy())
+    assert meshload.plan(toy(), missing="ignore").missing == ("d",)
+
+
 def test_what_missing_may_be_is_said() -> None:
     with pytest.raises(meshload.LayoutError, match="'error' or 'ignore' was expected"):
         meshload.plan(toy(), missing="skip")
@@ -225,7 +231,7 @@ def test_a_plan_of_all_ranks_is_the_sum_of_each() -> None:
 
 
 def test_counts_per_array_add_up() -> None:
-    made = meshload.plan(toy(), merge_gap=0)
+    made = meshload.plan(toy(), merge_gap=0, exclude="d")
     assert [made.of(name).wanted_bytes for name in "abc"] == [64, 64, 64]
     assert "3 arrays, 192 bytes wanted" in str(made)
     assert made.result_bytes == 192
@@ -233,14 +239,13 @@ def test_counts_per_array_add_up() -> None:
 
 def test_ranks_without_anything_have_no_targets() -> None:
     wanted = Wanted()
-    assert len(plan(wanted.jobs(), wanted.targets)) == 0
-    made = Plan(wanted.targets, plan([], []))
+    made = Plan(wanted.targets, plan(wanted.jobs(), wanted.targets).copies)
     assert (made.reads, made.read_bytes, made.peak_bytes, made.wanted_bytes) == (0, 0, 0, 0)
 
 
 def test_jobs_that_want_nothing_are_passed_over() -> None:
     nothing = Job("w", 4, piece(0, 0, (0, 3), 4), piece(Nothing("f", 0), 0, (0, 3), 4))
-    assert len(plan([nothing], [])) == 0
+    assert len(plan([nothing], Targets()).copies) == 0
 
 
 # --- cost -------------------------------------------------------------------------------------------------------------

@@ -630,12 +630,17 @@ def _dtype_name(found: Any) -> str:
     return found.name
 
 
+_INTEGERS = frozenset({int})
+
+
 def _is_size(found: Any) -> bool:
     return type(found) is int and 0 <= found < 1 << 63  # bool is an int, too
 
 
 def _are_sizes(found: Any) -> bool:
-    return type(found) is tuple and all(map(_is_size, found))
+    if type(found) is not tuple or not found:
+        return found == () and type(found) is tuple
+    return _INTEGERS.issuperset(map(type, found)) and min(found) >= 0 and max(found) < 1 << 63
 
 
 def _short(found: Any) -> str:
