@@ -24,6 +24,7 @@ from .naming import (
     CANONICAL,
     Inventory,
     Model,
+    ask,
     chosen,
     contradiction,
     family_of,
@@ -101,6 +102,7 @@ def _shown_as(checkpoint: Checkpoint, naming: str) -> Checkpoint:
     target = model_of(naming, checkpoint.config, names=checkpoint.arrays)
     if source is None or target is None:
         raise LayoutError(_no_table(checkpoint, naming))
+    ask(target)
     made = shown(target, tied(target, take_apart(source, checkpoint.arrays)), checkpoint)
     moments = {}
     for kind, arrays in checkpoint.optimizer.items():
@@ -547,6 +549,7 @@ def _view(checkpoint: Checkpoint, names: str | None, wishes: Mapping[str, Wish] 
         if names is not None:
             raise LayoutError(_no_table(checkpoint, names))
         return _View(checkpoint, None, None, None)
+    ask(target)
     return _View(checkpoint, source, target, tied(target, take_apart(source, checkpoint.arrays)))
 
 

@@ -99,7 +99,8 @@ class Model:
             return size_of_blocks(dim, self.sizes, self.joints)
         if dim not in self.sizes:
             raise LayoutError(
-                f"{self.family} ({self.naming}): the size of {self.table.needs(dim)} is not in the config, or no number there; give it in config="
+                f"{self.family} ({self.naming}): the size of {self.table.needs(dim)} is not in the config, or no number there; "
+                f"give it in config="
             )
         return self.sizes[dim]
 
@@ -109,6 +110,9 @@ class Model:
             return False
         if line.condition is None:
             return True
+        for name in set(needed(line.condition)) & set(self.table.sizes):
+            if isinstance(evaluate(self.table.sizes[name], self.values), str):
+                raise LayoutError(f"config: {self.table.needs(name)} is a word, a whole number was expected")
         return bool(evaluate(line.condition, {**self.values, **dict(zip(line.counted, index, strict=True))}))
 
     def has(self, line: Line, index: Sequence[int]) -> bool:
@@ -283,9 +287,7 @@ def take_apart(model: Model, arrays: Mapping[str, Array]) -> Inventory:
 
     What the model's naming does not know, another of its namings may: experts grouped in some layers, single in others.
     """
-    for size, question in model.table.asks:
-        if model.sizes.get(size) is None:
-            raise LayoutError(f"{model.family} ({model.naming}): {question}")
+    ask(model)
     parts: dict[str, Stored] = {}
     names: dict[str, str] = {}
     left = _take(model, arrays, parts, names)
@@ -331,6 +333,13 @@ def _is_there(parts: Mapping[str, Stored], line: Line, index: Sequence[int]) -> 
         for dims, kinds in parts[part].at.items()
         for at in kinds
     )
+
+
+def ask(model: Model) -> None:
+    """Raise where a config lacks what decides the order of elements."""
+    for size, question in model.table.asks:
+        if model.sizes.get(size) is None:
+            raise LayoutError(f"{model.family} ({model.naming}): {question}")
 
 
 def _located(namer: Namer, table: Table, name: str) -> tuple[Line, tuple[int, ...]] | None:

@@ -22,7 +22,8 @@ from meshload.checkpoint import Checkpoint
 from meshload.errors import FormatError, LayoutError, MeshloadWarning, MissingArray, SourceError
 from meshload.formats import Format
 from meshload.source import Folder, open_folder
-from meshload_adapters.formats.hf import DTYPES, HEADER_LIMIT, HuggingFace
+from meshload_adapters._safetensors import DTYPES, HEADER_LIMIT
+from meshload_adapters.formats.hf import HuggingFace
 
 safetensors = pytest.importorskip("safetensors", reason="the reference library is not installed")
 

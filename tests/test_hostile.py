@@ -91,7 +91,8 @@ def test_a_rank_without_a_mesh_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_plan_takes_a_rank_of_numpy(tmp_path: Path) -> None:
-    assert meshload.plan(llama(tmp_path), mesh="tp=2", rank=np.int64(1)).targets[0].ranks == (1,)
+    rank: Any = np.int64(1)
+    assert meshload.plan(llama(tmp_path), mesh="tp=2", rank=rank).targets[0].ranks == (1,)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -206,6 +207,15 @@ def qwen() -> dict[str, Any]:
 def test_experts_are_not_dropped_where_a_config_key_has_a_wrong_type(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(LayoutError, match="expected"):
         restore(write_checkpoint(tmp_path, qwen(), QWEN | changes))
+
+
+def test_an_order_that_the_config_does_not_say_is_asked_for_on_the_way_out_too(tmp_path: Path) -> None:
+    path = llama(tmp_path)
+    with pytest.raises(LayoutError, match="rope_type"):
+        restore(path, names="maxtext")
+    with pytest.raises(LayoutError, match="rope_type"):
+        meshload.open(path).with_names("maxtext")
+    assert restore(path, names="maxtext", config={"rope_type": "default", "scan_layers": True})
 
 
 def test_a_damaged_config_is_named_where_a_table_is_needed(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ from meshload.box import Shape
 from meshload.errors import FormatError
 from meshload.pieces import empty, table
 from meshload.source import ByteSource, read_bytes
-
 from ._pickle import Global, Known, Record, unpickle, unpickle_at
 
 LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")

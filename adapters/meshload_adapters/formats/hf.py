@@ -32,77 +32,35 @@ the last piece ends. A rank missing in between shows as a hole, a missing last o
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import struct
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from operator import itemgetter
-from typing import Any, NoReturn, TypeGuard
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from meshload.array import Array
 from meshload.box import Shape
 from meshload.checkpoint import Checkpoint, Problem
-from meshload.errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, SourceError, listing
-from meshload.pieces import Ints, Pieces, empty, table
-from meshload.source import ByteSource, Folder, read_bytes
+from meshload.errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, listing
+from meshload.pieces import table
+from meshload.source import Folder, read_bytes
 
-HEADER_LIMIT = 100_000_000
-"""The reference library's own limit, in bytes; an index is bounded by it too."""
+from .._json import parsed, short
+from .._safetensors import DTYPES, HEADER_LIMIT, SHARDING, Arrays, Entry, Header, read_header, read_headers, strides_of
 
 CONFIG_LIMIT = 16 << 20
 """Real ones have a few KB."""
 
-HEADERS_AT_ONCE = 8
-
-MAX_NDIM = 32
-"""NumPy 1 has no arrays of more dims."""
-
-TOO_LARGE = 1 << 60
-"""Elements: more of them make NumPy's byte counts overflow."""
-
 STEMS = ("model", "consolidated")
 
-SHARDING = "DCP_SHARDING_INFO"
-
 PIECES = "they hold pieces, and no whole shape: arrays end where their last piece ends, so a missing last rank would not show"
-
-BYTE = np.dtype(np.uint8)
-
-DTYPES: dict[str, tuple[np.dtype[Any], int]] = {
-    "BOOL": (np.dtype(np.bool_), 8),
-    "U8": (BYTE, 8),
-    "I8": (np.dtype(np.int8), 8),
-    "F8_E5M2": (np.dtype(ml_dtypes.float8_e5m2), 8),
-    "F8_E4M3": (np.dtype(ml_dtypes.float8_e4m3fn), 8),
-    "F8_E8M0": (np.dtype(ml_dtypes.float8_e8m0fnu), 8),
-    "F8_E4M3FNUZ": (np.dtype(ml_dtypes.float8_e4m3fnuz), 8),
-    "F8_E5M2FNUZ": (np.dtype(ml_dtypes.float8_e5m2fnuz), 8),
-    "U16": (np.dtype("<u2"), 16),
-    "I16": (np.dtype("<i2"), 16),
-    "F16": (np.dtype("<f2"), 16),
-    "BF16": (np.dtype(ml_dtypes.bfloat16), 16),
-    "U32": (np.dtype("<u4"), 32),
-    "I32": (np.dtype("<i4"), 32),
-    "F32": (np.dtype("<f4"), 32),
-    "U64": (np.dtype("<u8"), 64),
-    "I64": (np.dtype("<i8"), 64),
-    "F64": (np.dtype("<f8"), 64),
-    "C64": (np.dtype("<c8"), 64),
-    "F4": (BYTE, 4),
-    "F6_E2M3": (BYTE, 6),
-    "F6_E3M2": (BYTE, 6),
-}
-"""The format's dtypes: NumPy's dtype, and bits per element; below 8 bits the array is one of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +91,7 @@ class HuggingFace:
     def open(self, folder: Folder) -> Checkpoint:
         """Read the index and the headers. Damage is collected, where the rest stays usable."""
         if folder.entry is not None and not _is_index(folder.entry):
-            return _checkpoint(folder, _one_file(_read_header(folder.file(folder.entry))), listed=[])
+            return _checkpoint(folder, _one_file(read_header(folder.file(folder.entry))), listed=[])
         listed = folder.names()
         stem = _stem(folder, listed, self.variant) or (STEMS[1] if self._consolidated(folder, listed) else STEMS[0])
         index = folder.entry or _index_name(stem, self.variant)
@@ -151,7 +109,7 @@ class HuggingFace:
     def _without_index(self, folder: Folder, listed: list[str], stem: str) -> _Contents:
         single = _single_name(stem, self.variant)
         if _is_there(folder, listed, single):
-            return _one_file(_read_header(folder.file(single)))
+            return _one_file(read_header(folder.file(single)))
         files, absent = self._files(folder, listed, stem)
         if absent and self.index != "headers":
             raise FormatError(
@@ -295,7 +253,7 @@ class _Contents:
 
     files: Sequence[str]
     """All that belong to the checkpoint, also those that could not be used."""
-    headers: Sequence[_Header]
+    headers: Sequence[Header]
     arrays: Mapping[str, Array]
     unavailable: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
@@ -305,11 +263,11 @@ class _Contents:
     index_meta: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _one_file(header: _Header) -> _Contents:
+def _one_file(header: Header) -> _Contents:
     match = _NUMBER.fullmatch(header.source.name)
     if any(any(at) for at in header.offsets.values()) or (header.offsets and match is not None and match[1] is not None):
         raise FormatError(f"{header.source.name}: holds pieces of arrays, written by one rank; open its folder instead")
-    return _Contents([header.source.name], [header], _Arrays([header], dict.fromkeys(header.entries, 0)))
+    return _Contents([header.source.name], [header], Arrays([header], dict.fromkeys(header.entries, 0)))
 
 
 def _by_index(folder: Folder, listed: list[str], index: str, *, union: bool) -> _Contents:
@@ -318,9 +276,9 @@ def _by_index(folder: Folder, listed: list[str], index: str, *, union: bool) -> 
     names_in: dict[str, list[str]] = defaultdict(list)
     for name, file in file_of.items():
         names_in[file].append(name)
-    found = _read_headers(folder, list(names_in))
-    lost = {file: error for file, error in found.items() if not isinstance(error, _Header)}
-    headers = [h for h in found.values() if isinstance(h, _Header)]
+    found = read_headers(folder, list(names_in))
+    lost = {file: error for file, error in found.items() if not isinstance(error, Header)}
+    headers = [h for h in found.values() if isinstance(h, Header)]
     hint = _stale(listed, names_in, lost)
 
     unavailable: dict[str, str] = {}
@@ -348,11 +306,11 @@ def _by_index(folder: Folder, listed: list[str], index: str, *, union: bool) -> 
                     raise FormatError(f"{name}: {index} does not list it, and both {other} and {file} hold it")
                 unlisted[name] = number
     in_order = {name: number_of[name] for name in file_of if name in number_of}
-    arrays = _Arrays(headers, {**in_order, **unlisted} if union else in_order)
+    arrays = Arrays(headers, {**in_order, **unlisted} if union else in_order)
     return _Contents(list(names_in), headers, arrays, unavailable, tuple(problems), tuple(unlisted), index, index_meta)
 
 
-def _not_whole(header: _Header, name: str, index: str) -> str:
+def _not_whole(header: Header, name: str, index: str) -> str:
     """Say why a file cannot give a tensor that the index lists there; nothing where it can."""
     file = header.source.name
     if name not in header.entries:
@@ -383,8 +341,8 @@ def _is_absent(file: str, listed: Sequence[str]) -> bool:
 def _by_headers(folder: Folder, files: Sequence[str]) -> _Contents:
     """Take all that the files hold. A damaged one raises: nothing else tells which arrays would be lost."""
     headers = []
-    for header in _read_headers(folder, files).values():
-        if not isinstance(header, _Header):
+    for header in read_headers(folder, files).values():
+        if not isinstance(header, Header):
             raise header
         headers.append(header)
     if any(SHARDING in h.metadata for h in headers):
@@ -396,13 +354,13 @@ def _by_headers(folder: Folder, files: Sequence[str]) -> _Contents:
                 both = f"{headers[number_of[name]].source.name} and {header.source.name}"
                 raise FormatError(f"{name}: both {both} hold it, and no index says which is meant")
             number_of[name] = number
-    return _Contents(files, headers, _Arrays(headers, number_of))
+    return _Contents(files, headers, Arrays(headers, number_of))
 
 
-def _assembled(files: Sequence[str], headers: Sequence[_Header]) -> _Contents:
+def _assembled(files: Sequence[str], headers: Sequence[Header]) -> _Contents:
     """Put the pieces of each array together, each at the offsets that its file saved."""
     sources = tuple(h.source for h in headers)
-    rows: dict[str, list[tuple[int, _Entry, Shape]]] = defaultdict(list)
+    rows: dict[str, list[tuple[int, Entry, Shape]]] = defaultdict(list)
     for number, header in enumerate(headers):
         for name, entry in header.entries.items():
             if name not in header.offsets or DTYPES[entry[0]][1] < 8:
@@ -423,7 +381,7 @@ def _assembled(files: Sequence[str], headers: Sequence[_Header]) -> _Contents:
         shapes = np.asarray([shape for _, (_, shape, _, _), _ in found], np.int64).reshape(len(found), -1)
         whole = tuple((start + shapes).max(axis=0).tolist())
         offset = [headers[number].start + begin for number, (_, _, begin, _), _ in found]
-        pieces = table(sources, [number for number, *_ in found], offset, start, shapes, _strides(shapes, dtype.itemsize))
+        pieces = table(sources, [number for number, *_ in found], offset, start, shapes, strides_of(shapes, dtype.itemsize))
         filled = sum(math.prod(shape) for _, shape in {(at, shape) for _, (_, shape, _, _), at in found})
         if filled == math.prod(whole):
             arrays[name] = Array(name, dtype, whole, pieces)
@@ -472,219 +430,6 @@ def _warn(text: str) -> None:
     warnings.warn(text, MeshloadWarning, stacklevel=4)
 
 
-# --- the header of a file ---------------------------------------------------------------------------------------------
-
-
-_Entry = tuple[str, Shape, int, int]
-"""One tensor as the header describes it: dtype, shape, begin and end; relative to the data. A plain tuple costs the garbage
-collector nothing."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Header:
-    """The header of one file, checked against the format and against the file's size."""
-
-    source: ByteSource
-    start: int
-    """Where the data begins, in bytes."""
-    entries: Mapping[str, _Entry]
-    metadata: Mapping[str, str]
-    offsets: Mapping[str, Shape]
-    """Where in its array each piece lies; empty where the tensors are whole."""
-
-
-def _read_headers(folder: Folder, files: Sequence[str]) -> dict[str, _Header | MeshloadError]:
-    """Read several headers at a time; a file that is absent or damaged gives its error."""
-
-    def attempt(file: str) -> _Header | MeshloadError:
-        try:
-            return _read_header(folder.file(file))
-        except (FormatError, SourceError) as error:
-            return error
-
-    with ThreadPoolExecutor(HEADERS_AT_ONCE, thread_name_prefix="meshload") as pool:
-        return dict(zip(files, pool.map(attempt, files), strict=True))
-
-
-def _read_header(source: ByteSource) -> _Header:
-    """Read a header in two reads. Its lengths are hostile until they fit the file."""
-    file, size = source.name, source.size
-    if size < 8:
-        raise FormatError(f"{file}: truncated: it has {size} bytes, a safetensors file begins with 8 that give its header's length")
-    (n,) = struct.unpack("<Q", read_bytes(source, 0, 8))
-    if n > HEADER_LIMIT:
-        raise FormatError(
-            f"{file}: no safetensors file: its first 8 bytes would be a header of {n} bytes, at most {HEADER_LIMIT} are allowed"
-        )
-    if 8 + n > size:
-        raise FormatError(
-            f"{file}: truncated within its header: the header declares {n} bytes, so at least {8 + n} in all, the file has {size}"
-        )
-    described = _parsed(read_bytes(source, 8, 8 + n), file, _object)
-    metadata = described.pop("__metadata__", None)
-    metadata = {} if metadata is None else metadata
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FormatError(f"{file}: __metadata__ is to map strings to strings, found {_short(metadata)}")
-    for name, entry in described.items():
-        if type(entry) is not tuple:
-            raise FormatError(f"{file}: {name!r} {_unsound(entry)}")
-    entries: dict[str, _Entry] = described
-    _check_coverage(entries, 8 + n, size, file)
-    return _Header(source, 8 + n, entries, metadata, _offsets(metadata, entries, file) if SHARDING in metadata else {})
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Entry:
-    """Return a JSON object of a header: a sound description of a tensor as an `_Entry`, anything else as a dict.
-
-    A header may have 100,000 tensors, so they are checked while it is parsed, and no dict or list outlives its check.
-    """
-    found = _unique(pairs)
-    try:
-        kind, shape, (begin, end) = found["dtype"], found["shape"], found["data_offsets"]
-        sound = (
-            type(shape) is list
-            and {type(begin), type(end), *map(type, shape)} == {int}  # a bool is none here
-            and len(shape) <= MAX_NDIM
-            and min((begin, *shape)) >= 0
-            and math.prod(shape) * DTYPES[kind][1] == 8 * (end - begin)
-            and (begin < end or math.prod(n or 1 for n in shape) < TOO_LARGE)
-        )
-    except (TypeError, KeyError, ValueError):
-        return found
-    return (kind, tuple(shape), begin, end) if sound else found
-
-
-def _unsound(found: Any) -> str:
-    """Say what is wrong with a tensor's description, and what was expected."""
-    if not isinstance(found, dict):
-        return f"is to be described by a JSON object, found {_short(found)}"
-    kind, shape, offsets = found.get("dtype"), found.get("shape"), found.get("data_offsets")
-    if not isinstance(kind, str) or kind not in DTYPES:
-        return f"has the dtype {_short(kind)}, known are {', '.join(DTYPES)}"
-    if not _are_sizes(shape) or len(shape) > MAX_NDIM:
-        return f"has the shape {_short(shape)}, expected is a list of at most {MAX_NDIM} sizes"
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        return f"has the data_offsets {_short(offsets)}, expected are a begin and an end"
-    bits, held = math.prod(shape) * DTYPES[kind][1], 8 * (offsets[1] - offsets[0])
-    if bits != held:
-        return f"of {kind} {shape} needs {bits} bits, its data_offsets {offsets} hold {held}"
-    return f"has the shape {shape}, which overflows though it has no elements"
-
-
-def _short(found: Any) -> str:
-    if isinstance(found, dict):
-        return f"an object with {len(found)} names"
-    text = repr(found[:40] if isinstance(found, list | str) else found)
-    return text if len(text) < 100 else f"{text[:100]} ..."
-
-
-def _are_sizes(found: Any) -> TypeGuard[list[int]]:
-    return type(found) is list and all(type(n) is int and 0 <= n < 1 << 63 for n in found)  # bool is an int, too
-
-
-def _check_coverage(entries: Mapping[str, _Entry], start: int, size: int, file: str) -> None:
-    """Raise unless the tensors cover the data without hole or overlap, to the file's end."""
-    at = 0
-    for entry in sorted(entries.values(), key=itemgetter(2, 3)):
-        _, _, begin, end = entry
-        if begin != at:
-            name = next(n for n, e in entries.items() if e is entry)
-            what = "leaves a hole after" if begin > at else "overlaps"
-            raise FormatError(f"{file}: {name!r} begins at byte {begin} of the data, and {what} the one that ends at {at}")
-        at = end
-    if start + at > size:
-        raise FormatError(f"{file}: truncated: the header declares {start + at} bytes, the file has {size}")
-    if start + at < size:
-        raise FormatError(
-            f"{file}: {size - start - at} trailing bytes: the header declares {start + at} bytes, the file has {size}"
-        )
-
-
-def _offsets(metadata: Mapping[str, str], entries: Mapping[str, _Entry], file: str) -> dict[str, Shape]:
-    """Return the offsets that torch.distributed.checkpoint saved with its pieces."""
-    found: dict[str, Shape] = {}
-    for name, info in _parsed(metadata[SHARDING].encode(errors="surrogatepass"), f"{file}: {SHARDING}").items():
-        at = info.get("saved_offsets") if isinstance(info, dict) else None
-        if name not in entries:
-            continue
-        shape = entries[name][1]
-        if not _are_sizes(at) or len(at) != len(shape) or any(a + n >= TOO_LARGE for a, n in zip(at, shape, strict=True)):
-            raise FormatError(f"{file}: {SHARDING} of {name!r}: {_short(info)} has no saved_offsets of {len(shape)} dims")
-        found[name] = tuple(at)
-    return found
-
-
-# --- arrays -----------------------------------------------------------------------------------------------------------
-
-
-class _Arrays(Mapping[str, Array]):
-    """Arrays that are stored whole, each made when it is asked for. Making 100,000 takes longer than reading their header.
-
-    The pieces of one file's arrays that have as many dims are rows of one table; all tables share one tuple of sources.
-    """
-
-    def __init__(self, headers: Sequence[_Header], number_of: Mapping[str, int]) -> None:
-        self._headers = headers
-        self._number_of = number_of
-        """The number of the header that each array is in."""
-        self._sources = tuple(h.source for h in headers)
-        self._tables: dict[int, tuple[dict[int, Pieces], dict[str, int]]] = {}
-
-    def __getitem__(self, name: str) -> Array:
-        number = self._number_of[name]
-        tables, rows = self._tables.get(number) or self._tables.setdefault(number, self._made(number))
-        dtype, shape, stored = _shown(self._headers[number].entries[name])
-        row = rows.get(name)
-        pieces = empty(len(shape), self._sources) if row is None else tables[len(shape)].take(slice(row, row + 1))
-        return Array(name, dtype, shape, pieces, stored)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._number_of)
-
-    def __len__(self) -> int:
-        return len(self._number_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._number_of
-
-    def _made(self, number: int) -> tuple[dict[int, Pieces], dict[str, int]]:
-        """Return a file's tables by their number of dims, and each tensor's row; one without elements has none."""
-        header = self._headers[number]
-        rows: dict[str, int] = {}
-        columns: dict[int, list[tuple[int, int, Shape]]] = defaultdict(list)
-        for name, entry in header.entries.items():
-            dtype, shape, _ = _shown(entry)
-            if 0 not in shape:
-                rows[name] = len(columns[len(shape)])
-                columns[len(shape)].append((header.start + entry[2], dtype.itemsize, shape))
-        tables = {}
-        for ndim, column in columns.items():
-            offset, itemsize, shapes = zip(*column, strict=True)
-            sizes = np.asarray(shapes, np.int64).reshape(len(column), ndim)
-            strides = _strides(sizes, np.asarray(itemsize, np.int64)[:, None])
-            number_column = np.full(len(column), number, np.int64)
-            tables[ndim] = table(self._sources, number_column, offset, np.zeros_like(sizes), sizes, strides)
-        return tables, rows
-
-
-def _shown(entry: _Entry) -> tuple[np.dtype[Any], Shape, str | None]:
-    """Return dtype and shape of the array, and the format's dtype where NumPy has none: such are arrays of bytes."""
-    kind, shape, begin, end = entry
-    dtype, bits = DTYPES[kind]
-    if bits >= 8:
-        return dtype, shape, None
-    *outer, last = shape or (0,)
-    return dtype, (*outer, last * bits // 8) if last * bits % 8 == 0 else (end - begin,), kind
-
-
-def _strides(shape: Ints, itemsize: Any) -> Ints:
-    """Return row-major strides, in bytes, of each row's shape."""
-    found = np.ones_like(shape)
-    for d in range(shape.shape[1] - 2, -1, -1):
-        found[:, d] = found[:, d + 1] * shape[:, d + 1]
-    return np.asarray(found * itemsize, np.int64)
-
-
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
@@ -693,10 +438,10 @@ def _read_index(folder: Folder, index: str) -> tuple[dict[str, str], Mapping[str
     found = _read_json(folder, index, HEADER_LIMIT)
     file_of, metadata = found.get("weight_map"), found.get("metadata")
     if not isinstance(file_of, dict):
-        raise FormatError(f"{index}: has no weight_map that maps names to files, found {_short(file_of)}")
+        raise FormatError(f"{index}: has no weight_map that maps names to files, found {short(file_of)}")
     for name, file in file_of.items():
         if not isinstance(file, str):
-            raise FormatError(f"{index}: {name!r} is to be in a file, found {_short(file)}")
+            raise FormatError(f"{index}: {name!r} is to be in a file, found {short(file)}")
     for file, name in {file: name for name, file in file_of.items()}.items():
         try:
             folder.inside(file)
@@ -718,45 +463,4 @@ def _read_json(folder: Folder, file: str, limit: int) -> dict[str, Any]:
     source = folder.file(file)
     if source.size > limit:
         raise FormatError(f"{file}: has {source.size} bytes, at most {limit} were expected")
-    return _parsed(read_bytes(source), file)
-
-
-def _parsed(raw: bytes, what: str, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> dict[str, Any]:
-    """Parse a JSON object as strictly as the reference library does, and refuse a name that stands twice."""
-    try:
-        text = raw.decode()
-        if not text.lstrip(" \t\r\n").startswith("{"):  # before lists of millions are made
-            raise FormatError(f"{what}: a JSON object was expected, found {text[:20]!r}")
-        integer = _integer if "-0" in text else None
-        found = json.loads(text, object_pairs_hook=hook or _unique, parse_constant=_refused, parse_int=integer)
-        if "\\u" in text:
-            json.dumps(found, ensure_ascii=False).encode()  # raises on half a surrogate pair
-    except UnicodeError as error:
-        raise FormatError(f"{what}: not UTF-8: {error}") from error
-    except RecursionError as error:
-        raise FormatError(f"{what}: JSON nested too deeply") from error
-    except ValueError as error:
-        if isinstance(error, FormatError):
-            raise
-        raise FormatError(f"{what}: not JSON as expected: {error}") from error
-    if not isinstance(found, dict):
-        raise FormatError(f"{what}: describes one tensor without a name, expected is an object of tensors")
-    return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} stands twice")
-    return found
-
-
-def _refused(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number")
-
-
-def _integer(text: str) -> int:
-    if text == "-0":
-        raise ValueError("-0 is no integer")
-    return int(text)
+    return parsed(read_bytes(source), file)
