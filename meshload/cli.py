@@ -148,11 +148,11 @@ def _layout(text: str) -> Any:
         return text
     try:
         found = json_module.loads(text)
-    except json_module.JSONDecodeError as error:
+    except (json_module.JSONDecodeError, RecursionError) as error:
         raise LayoutError(f"--layout {text!r} is neither 'replicated' nor JSON: {error}") from error
     if not isinstance(found, dict):
         raise LayoutError(f"--layout {text!r}: a JSON object of name patterns was expected")
-    return {glob: tuple(tuple(a) if isinstance(a, list) else a for a in axes) for glob, axes in found.items()}
+    return found
 
 
 def _print_json(value: Any) -> None:

@@ -189,7 +189,17 @@ def dequantised(
     wide = values.astype(np.float32)
     factors = scales.astype(np.float32)
     if blocks is not None and factors.ndim == values.ndim:
-        for d, block in enumerate(blocks):
+        for d, block in enumerate(blocks, values.ndim - len(blocks)):  # before them, experts may be stacked
             rows = (np.arange(values.shape[d]) + start[d]) // block - scales_start[d]
+            if rows.size and not 0 <= rows[0] <= rows[-1] < factors.shape[d]:
+                raise LayoutError(
+                    f"dtype=: dim {d} takes scales {rows[0]} to {rows[-1]} in blocks of {block}, of {factors.shape[d]} there are"
+                )
             factors = np.take(factors, rows, axis=d)
+    if factors.size != 1 and (
+        factors.ndim != wide.ndim or any(n not in (1, m) for n, m in zip(factors.shape, wide.shape, strict=True))
+    ):
+        raise LayoutError(
+            f"dtype=: which of the scales, of shape {factors.shape}, belongs to which element of {wide.shape} is not said"
+        )
     return np.asarray((wide * factors).astype(dtype))

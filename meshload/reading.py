@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .array import Array
-from .errors import CopiesDiffer
+from .errors import CopiesDiffer, LimitError
 from .planning import MAX_BYTES, Plan, Target, check_limit, plan_array
 from .scheduling import Chunk, Cut, Read, Schedule, Staged, Straight, boxes_of_cut
 from .source import Bytes, ByteSource, ChunkedSource
@@ -65,7 +65,10 @@ def buffers_for(plan: Plan) -> dict[int, Bytes]:
 
 def buffer_for(target: Target) -> Bytes:
     """Return memory for a target, aligned to 64 bytes; zeros where the target is padded."""
-    raw = (np.empty if target.filled == target.size else np.zeros)(target.nbytes + ALIGNMENT, np.uint8)
+    try:
+        raw = (np.empty if target.filled == target.size else np.zeros)(target.nbytes + ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError) as error:  # a hostile shape; NumPy calls what has no size a ValueError
+        raise LimitError(f"{target.name}: {target.shape} of {target.dtype.name}, {target.nbytes} bytes, find no memory") from error
     skip = -raw.ctypes.data % ALIGNMENT
     return raw[skip : skip + target.nbytes]
 

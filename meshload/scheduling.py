@@ -208,16 +208,11 @@ class Schedule:
 
     def batches(self) -> Iterator[list[Read]]:
         """Go through the reads in batches, each for one thread: ascending within a source, a few sources taken in turns."""
-        per_source: dict[int, list[tuple[int, Read]]] = {}
-        for source, start, length, target, at in self.straight.tolist():
-            for skip in range(0, length, REQUEST):
-                piece = Straight(source, start + skip, min(REQUEST, length - skip), target, at + skip)
-                per_source.setdefault(source, []).append((piece.start, piece))
-        for source, start, length, first, end in self.staged.tolist():
-            per_source.setdefault(source, []).append((start, Staged(source, start, length, slice(first, end))))
+        of_chunks: dict[int, list[Chunk]] = {}
         for chunk in self.chunks:
-            per_source.setdefault(chunk.source, []).append((chunk.k, chunk))
-        waiting = deque(_batched(read for _, read in sorted(reads, key=lambda r: r[0])) for reads in per_source.values())
+            of_chunks.setdefault(chunk.source, []).append(chunk)
+        waiting = deque(_batched(iter(sorted(chunks, key=lambda c: c.k))) for chunks in of_chunks.values())
+        waiting.extend(_batched(self._ranges(rows)) for rows in self._ranges_by_source())
         turns: deque[Iterator[list[Read]]] = deque()
         while waiting or turns:
             while waiting and len(turns) < self.threads:
@@ -227,6 +222,25 @@ class Schedule:
             if batch is not None:
                 yield batch
                 turns.append(reads)
+
+    def _ranges_by_source(self) -> list[Ints]:
+        """Return, per source, its straight and staged reads by ascending start: numbers of rows, the staged ones behind."""
+        source = np.concatenate([self.straight[:, 0], self.staged[:, 0]])
+        order = np.lexsort((np.concatenate([self.straight[:, 1], self.staged[:, 1]]), source))
+        bounds = np.flatnonzero(np.diff(source[order])) + 1
+        return [rows for rows in np.split(order, bounds) if len(rows)]
+
+    def _ranges(self, rows: Ints) -> Iterator[Read]:
+        """Go through some reads. They are made a few thousand at a time: there may be millions."""
+        for first in range(0, len(rows), 4096):
+            for row in rows[first : first + 4096].tolist():
+                if row < len(self.straight):
+                    source, start, length, target, at = self.straight[row].tolist()
+                    for skip in range(0, length, REQUEST):
+                        yield Straight(source, start + skip, min(REQUEST, length - skip), target, at + skip)
+                else:
+                    source, start, length, begin, end = self.staged[row - len(self.straight)].tolist()
+                    yield Staged(source, start, length, slice(begin, end))
 
 
 def _batched(reads: Iterable[Read]) -> Iterator[list[Read]]:

@@ -111,8 +111,8 @@ def open_folder(path: Any) -> Folder:
     text = os.fspath(path)
     if isinstance(text, bytes):
         text = os.fsdecode(text)
-    if "\0" in text:
-        raise FormatError(f"path {text!r} holds a NUL")
+    if not text or "\0" in text:
+        raise FormatError(f"path {text!r} is empty, or holds a NUL")
     if text.startswith("file://"):
         text = unquote(text.removeprefix("file://"))  # a URL, as TensorStore and `KvStore.url` have it
     elif re.match(r"[a-z][a-z0-9+.-]*:(//|[a-z])", text):

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import meshload
 from meshload import Layout
-from meshload.errors import FormatError, LayoutError, MeshloadError, MissingArray, SourceError
+from meshload.cli import main
+from meshload.errors import FormatError, LayoutError, LimitError, MeshloadError, MissingArray, SourceError
 from meshload.testing import ramp, same_bits, write_checkpoint
 
 CONFIG: dict[str, Any] = {
@@ -216,6 +218,53 @@ def test_an_order_that_the_config_does_not_say_is_asked_for_on_the_way_out_too(t
     with pytest.raises(LayoutError, match="rope_type"):
         meshload.open(path).with_names("maxtext")
     assert restore(path, names="maxtext", config={"rope_type": "default", "scan_layers": True})
+
+
+@pytest.mark.parametrize("word", ["llama3_1", "nonsense", 5, True])
+def test_an_order_by_an_unknown_word_is_asked_for(tmp_path: Path, word: Any) -> None:
+    with pytest.raises(LayoutError, match="rope"):
+        restore(llama(tmp_path), names="maxtext", config={"rope_type": word, "scan_layers": True})
+
+
+@pytest.mark.parametrize(
+    "layout", ['{"*": 5}', '{"*": null}', '{"*": "tp"}', "[" * 100_000], ids=["number", "null", "word", "deep"]
+)
+def test_the_command_line_refuses_what_is_no_layout(tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", str(llama(tmp_path)), "--mesh", "tp=2", "--layout", layout])
+    assert (end.value.code, capsys.readouterr().err[:10]) == (2, "meshload: ")
+
+
+def test_an_empty_path_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(llama(tmp_path))
+    with pytest.raises(FormatError, match="empty"):
+        meshload.open("")
+
+
+def test_a_shape_that_finds_no_memory_is_a_limit_error(tmp_path: Path) -> None:
+    entry = {"key_metadata": [{"key": "w", "key_type": 2}], "value_metadata": {"value_type": "jax.Array"}}
+    (tmp_path / "_METADATA").write_text(json.dumps({"tree_metadata": {"w": entry}, "use_ocdbt": False}))
+    array = {"zarr_format": 2, "dtype": "<f4", "compressor": None, "fill_value": None, "filters": None, "order": "C"}
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / ".zarray").write_text(json.dumps(array | {"shape": [10**18], "chunks": [10**18]}))
+    with pytest.raises(LimitError, match=r"w: \(1000000000000000000,\) of float32"):
+        restore(tmp_path, max_bytes=1 << 61)
+
+
+@pytest.mark.parametrize(("shape", "blocks"), [((16,), None), ((4, 4), None), ((3, 4), [4, 4]), ((4, 4, 1), [4, 4])])
+def test_scales_that_fit_no_element_are_refused(tmp_path: Path, shape: tuple[int, ...], blocks: Any) -> None:
+    arrays = {"w": ramp("w", (16, 16), ml_dtypes.float8_e4m3fn), "w_scale_inv": np.ones(shape, np.float32)}
+    config = {"model_type": "none", "quantization_config": {"quant_method": "fp8", "weight_block_size": blocks}}
+    with pytest.raises(LayoutError, match="scales"):
+        restore(write_checkpoint(tmp_path, arrays, config), dtype="float32")
+
+
+def test_stacked_experts_have_each_their_own_scales(tmp_path: Path) -> None:
+    values, scales = ramp("w", (3, 4, 8), ml_dtypes.float8_e4m3fn), ramp("s", (3, 2, 2)) / 1000
+    config = {"model_type": "none", "quantization_config": {"quant_method": "fp8", "weight_block_size": [2, 4]}}
+    path = write_checkpoint(tmp_path, {"w": values, "w_scale_inv": scales}, config)
+    expected = values.astype(np.float32) * scales.repeat(2, axis=1).repeat(4, axis=2)
+    assert same_bits(restore(path, dtype="float32")["w"], expected)
 
 
 def test_a_damaged_config_is_named_where_a_table_is_needed(tmp_path: Path) -> None:

@@ -125,17 +125,21 @@ ADAPTER_FILES = sorted(ADAPTERS.rglob("*.py"))
 
 @pytest.mark.parametrize("file", ADAPTER_FILES, ids=lambda p: "/".join(p.relative_to(ADAPTERS).parts))
 def test_adapters_import_no_other_adapters_but_tables(file: Path) -> None:
-    kind = file.relative_to(ADAPTERS).parts[0]
-    for name, inner in imports(file):
+    """Beside tables they share modules with a leading underscore, which import each other alone."""
+    place = file.relative_to(ADAPTERS).parts
+    shared = {p.stem for p in ADAPTERS.glob("_*.py")}
+    for name, _ in imports(file):
         if name.startswith("."):
-            last = name.lstrip(".")
-            ours = last.startswith("models") or last == "_pickle" or (kind == "models" and name.startswith(".") and not inner)
-            assert ours or not last, name
-        if name.startswith("meshload_adapters"):
-            rest = name.removeprefix("meshload_adapters").lstrip(".")
-            assert rest.startswith(("models", "_pickle")), name
-        if kind == "models":
-            assert name.split(".")[0] in sys.stdlib_module_names or name.startswith("."), "tables are data"
+            folder = place[:-1]
+            dots = len(name) - len(name.lstrip("."))
+            target = [*folder[: len(folder) - dots + 1], *name.lstrip(".").split(".")]
+        elif name.split(".")[0] == "meshload_adapters":
+            target = name.split(".")[1:]
+        else:
+            assert place[0] != "models" or name.split(".")[0] in sys.stdlib_module_names, "tables are data"
+            continue
+        allowed = shared if place[0].startswith("_") else shared | {"models"}
+        assert target[0] in allowed, f"{name} is another adapter"
 
 
 @pytest.mark.parametrize("file", ADAPTER_FILES, ids=lambda p: "/".join(p.relative_to(ADAPTERS).parts))

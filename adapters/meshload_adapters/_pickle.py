@@ -15,6 +15,7 @@ set (`BUILD`) only in records, extension codes and out-of-band buffers are refus
 from __future__ import annotations
 
 import codecs
+import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -150,12 +151,9 @@ def ndarray_of(found: Any) -> NDArray[Any] | None:
     dtype, raw = _dtype_of(kind), raw.encode() if type(raw) is str else raw
     if dtype is None or not isinstance(raw, bytes | bytearray) or type(shape) is not tuple:
         return None
-    if not all(type(n) is int and 0 <= n <= len(raw) for n in shape) or len(shape) > 32:
+    if not all(type(n) is int and 0 <= n < 1 << 40 for n in shape) or len(shape) > 32:
         return None
-    count = 1
-    for n in shape:
-        count *= n
-    if count * dtype.itemsize != len(raw):
+    if math.prod(shape) * dtype.itemsize != len(raw) or math.prod(n or 1 for n in shape) > 1 << 40:
         return None
     return np.frombuffer(bytes(raw), dtype).reshape(shape, order="F" if fortran else "C").copy() if raw else np.zeros(shape, dtype)
 

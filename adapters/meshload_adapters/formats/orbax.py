@@ -73,7 +73,7 @@ TREE_LIMIT = 256 << 20
 """The tree of a million arrays takes about this."""
 HINT_LIMIT = 16 << 20
 """What only informs is passed over when it is larger."""
-CHUNK_LIMIT = 1 << 26
+CHUNK_LIMIT = 1 << 22
 """An array of more chunks would need more memory for their places than any real one."""
 EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")
 

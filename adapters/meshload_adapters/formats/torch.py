@@ -3,7 +3,8 @@
 How one file is packed is told in `_torch_file.py`. Names are the keys of the dict that was saved, those of dicts in dicts (and
 places in lists) joined by dots. Around the weights there may be a wrapper: `{"state_dict": {...}, "epoch": 3}`. It is taken off
 where exactly one of the usual keys holds tensors and, beside it, only the usual companions do (optimizer, random states); then
-those are found under `stored` names alone. Otherwise all names have their full paths. What is no tensor is `meta["extra"]`. A file that is but a tensor calls it `tensor`.
+those are found under `stored` names alone. Otherwise all names have their full paths. What is no tensor is `meta["extra"]`.
+A file that is but a tensor calls it `tensor`.
 Tensors that are the same bytes of one file (tied weights, which `torch.save` keeps) are one array, under the first of their
 names, with aliases.
 

@@ -68,7 +68,8 @@ head_dim = side rot
 side := 2 if head_dim % 2 == 0 else 1
 rot := head_dim // side
 rope := rope_type or rope_parameters["rope_type"] or rope_scaling["rope_type"] or rope_scaling["type"]
-pairs := (1 if rope in ("llama3.1", "llama3") else 0) if rope else None
+halves := 1 if rope in ("default", "linear", "dynamic", "yarn", "longrope", "proportional") else None
+pairs := 1 if rope in ("llama3.1", "llama3") else 0 if halves else None
 ask pairs how heads are rotated is not said; give MaxText's rope_type in config=: 'llama3.1' (pairs) or 'default' (halves)
 """
 

@@ -1,0 +1,217 @@
+"""A Megatron folder: which iteration is meant, how it was saved, and what its `args` say of the model.
+
+    ROOT/latest_checkpointed_iteration.txt   `2000`, or the word `release`: written when a save is complete
+    ROOT/iter_0002000/, ROOT/release/        one save each: legacy rank folders, or a torch_dist container
+
+`args` is the `argparse.Namespace` of the run, hundreds of attributes
+(https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/training/arguments.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshload.errors import FormatError, listing
+from meshload.source import Folder, read_bytes
+
+from ._pickle import Global, Record, ndarray_of
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?/")
+
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+
+LEGACY, CORE, UNFINISHED = "legacy", "core", "unfinished"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Save:
+    """One iteration's folder, and how it was saved."""
+
+    kind: str
+    """`LEGACY` or `CORE`; `UNFINISHED` where nothing of either is there."""
+    folder: Folder
+    name: str
+    """What messages call it: `iter_0002000`, or the path where the user named it himself."""
+    why: str = ""
+    """Why it cannot be opened; empty where it can."""
+
+
+def find_save(folder: Folder) -> Save | None:
+    """Return the save that a folder, or a file in it, means; None where no mark of Megatron is there."""
+    if folder.entry is not None and folder.entry not in (TRACKER, "metadata.json", ".metadata", "common.pt", *MODEL_FILES):
+        return None
+    listed = folder.names()
+    found = _iteration(folder, listed, folder.name)
+    if found is not None:
+        return found
+    saves = [n.rstrip("/") for n in listed if re.fullmatch(r"iter_\d{7,}/|release/", n)]
+    if TRACKER in listed or (not listed and folder.has(TRACKER)):
+        return _tracked(folder, listed, saves)
+    opened = {name: _iteration(folder.inside(name), None, name) for name in saves}
+    known = {name: save for name, save in opened.items() if save is not None}
+    if not known:
+        return None
+    why = (
+        f"{folder.name}: {TRACKER}, which Megatron writes when a save is complete, is not there; "
+        f"open one of {listing(known)} by its own path"
+    )
+    return Save(next(iter(known.values())).kind, folder, folder.name, why)
+
+
+def _iteration(folder: Folder, listed: list[str] | None, name: str) -> Save | None:
+    """Return the save of an iteration's own folder. NeMo puts it into `weights/`."""
+    listed = folder.names() if listed is None else listed
+    for inner, names in ((folder, listed), (folder.inside("weights"), None)) if "weights/" in listed else ((folder, listed),):
+        if "metadata.json" in (names or inner.names()) or (not listed and inner.has("metadata.json")):
+            backend = _backend(inner)
+            if backend is not None:
+                return Save(CORE, inner, name)
+    if any(RANK_FOLDER.fullmatch(n) for n in listed):
+        return Save(LEGACY, folder, name) if _has_models(folder, listed) else None
+    if any(n in listed for n in MODEL_FILES) and re.search(r"mp_rank_\d+(_\d+)*$", folder.name.removesuffix(f"/{folder.entry}")):
+        return Save(LEGACY, folder, name)
+    return None
+
+
+def _has_models(folder: Folder, listed: list[str]) -> bool:
+    """Say whether any rank folder holds a model: DeepSpeed has folders of such names, too."""
+    ranks = [n for n in listed if RANK_FOLDER.fullmatch(n)]
+    return any(set(MODEL_FILES) & set(folder.names(n.rstrip("/"))) for n in ranks)
+
+
+def _backend(folder: Folder) -> str | None:
+    """Return `sharded_backend` of a `metadata.json`, None where it has none."""
+    source = folder.file("metadata.json")
+    try:
+        found = json.loads(read_bytes(source, 0, min(source.size, 1 << 16)))
+    except (ValueError, RecursionError):
+        return None
+    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _tracked(folder: Folder, listed: list[str], saves: list[str]) -> Save | None:
+    """Return the save that the tracker names."""
+    source = folder.file(TRACKER)
+    word = read_bytes(source, 0, min(source.size, 64)).decode(errors="replace").strip()
+    kinds = {name: save for name in saves if (save := _iteration(folder.inside(name), None, name)) is not None}
+    kind = next((save.kind for save in kinds.values()), UNFINISHED)
+    if word != "release" and not re.fullmatch(r"\d{1,18}", word):
+        return Save(kind, folder, folder.name, f"{TRACKER}: an iteration or the word 'release' was expected, found {word[:40]!r}")
+    name = word if word == "release" else f"iter_{int(word):07d}"
+    if name in kinds:
+        return kinds[name]
+    if not saves and any(n == "latest" or n.startswith("global_step") for n in listed):
+        return None  # Megatron-DeepSpeed keeps this tracker beside DeepSpeed's folders
+    if not listed:
+        return _iteration(folder.inside(name), [], name)
+    what = "holds no checkpoint" if name in saves else "is not there"
+    complete = [n for n in sorted(kinds) if not lacking(kinds[n])]
+    hint = f"the last complete save is {complete[-1]}; open it by its own path" if complete else "no complete save is there"
+    return Save(kind, folder, name, f"{TRACKER} names {name}, which {what}: its save did not finish, or it was moved; {hint}")
+
+
+def lacking(save: Save) -> str:
+    """Say which file that every finished save has is not there, from the names alone; nothing where all are."""
+    if save.kind == CORE:
+        absent = [n for n in (".metadata", "metadata.json", "common.pt") if not save.folder.has(n)]
+        return f"{listing(absent)} {'is' if len(absent) == 1 else 'are'} not there" if absent else ""
+    ranks = [n for n in save.folder.names() if RANK_FOLDER.fullmatch(n)]
+    empty = [n for n in ranks if not set(MODEL_FILES) & set(save.folder.names(n.rstrip("/")))]
+    return f"{listing(empty)} {'has' if len(empty) == 1 else 'have'} no {MODEL_FILES[0]}" if empty else ""
+
+
+# --- args -------------------------------------------------------------------------------------------------------------
+
+
+def arguments(found: Any) -> Mapping[str, Any]:
+    """Return the attributes of a saved `args`; none where there are no args."""
+    if isinstance(found, Record) and type(found.state) is dict:
+        return {name: value for name, value in found.state.items() if type(name) is str}
+    return found if type(found) is dict else {}
+
+
+def number(args: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+    """Return an argument that is a whole number of at least 1, else the default."""
+    value = args.get(name)
+    return value if type(value) is int and value > 0 else default
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a pickle as plain Python: what is foreign becomes text that names it."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str, bytes):
+        return value
+    if kind in (list, tuple, set, frozenset):
+        return kind(map(plain, value)) if kind in (list, tuple) else tuple(map(plain, value))
+    if kind is dict:
+        return {k if type(k) in (str, int) else _text(k): plain(v) for k, v in value.items()}
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Global):
+        return f"{value.module}.{value.name}"
+    if isinstance(value, Record):
+        array = ndarray_of(value)
+        if array is not None:
+            return f"numpy.ndarray({array.dtype}, {array.shape})"
+        short = ", ".join(repr(a) for a in value.args if type(a) in (bool, int, float, str))
+        return f"{value.module}.{value.name}({short[:80]})"
+    if type(value) is tuple:
+        return f"({', '.join(map(_text, value))})"
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"{type(value).__name__}({getattr(value, 'dtype', '')}, {shape})"
+    return str(value)[:80]
+
+
+def config_of(args: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what `args` say of the model, in the keys of Hugging Face configs; only what they say exactly.
+
+    The family is not among it: Megatron's one model is Llama, Qwen or GPT by its options.
+    """
+    if not args:
+        return None
+    heads = number(args, "num_attention_heads")
+    found: dict[str, Any] = {
+        "hidden_size": number(args, "hidden_size"),
+        "num_hidden_layers": number(args, "num_layers"),
+        "num_attention_heads": heads,
+        "intermediate_size": number(args, "ffn_hidden_size"),
+        "vocab_size": number(args, "vocab_size"),
+        "num_local_experts": number(args, "num_experts"),
+        "apply_layernorm_1p": True if args.get("apply_layernorm_1p") is True else None,
+    }
+    if type(args.get("group_query_attention")) is bool:  # without it `num_query_groups` is 1, and means nothing
+        found["num_key_value_heads"] = number(args, "num_query_groups") if args["group_query_attention"] else heads
+    if args.get("multi_latent_attention") is not True:
+        found["head_dim"] = number(args, "kv_channels")
+    if type(args.get("untie_embeddings_and_output_weights")) is bool:
+        found["tie_word_embeddings"] = not args["untie_embeddings_and_output_weights"]
+    if args.get("position_embedding_type") == "learned_absolute":
+        found["max_position_embeddings"] = number(args, "max_position_embeddings")
+    if args.get("position_embedding_type") == "rope" and type(args.get("rotary_base")) in (int, float):
+        found["rope_theta"] = float(args["rotary_base"])
+    linear, qkv = args.get("add_bias_linear"), args.get("add_qkv_bias") is True
+    if type(linear) is bool and (linear or not qkv):  # biases of q, k and v alone are another thing than attention_bias
+        found["attention_bias"] = found["mlp_bias"] = linear
+    if found["num_local_experts"]:
+        width = number(args, "moe_ffn_hidden_size") or found["intermediate_size"]
+        found["moe_intermediate_size"] = width
+        if args.get("moe_layer_freq", 1) == 1:
+            found |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        if width != found["intermediate_size"]:
+            del found["intermediate_size"]  # with experts in all layers a number that nothing has
+            if args.get("moe_layer_freq", 1) != 1:
+                found["intermediate_size"] = number(args, "ffn_hidden_size")
+    padded = number(args, "padded_vocab_size")
+    if found["vocab_size"] and padded and found["vocab_size"] > padded:
+        del found["vocab_size"]
+    return {name: value for name, value in found.items() if value is not None}
