@@ -110,6 +110,7 @@ def want_lines(
     """Want every array of a model that `keep` admits, as a layout gives it to each rank."""
     for line in model.table.lines:
         _check_cuts(model, line, layout, mesh)
+    _check_siblings(model, layout, mesh)
     for rank in ranks:
         local = layout.at(mesh, rank, model.sizes, model.joints)
         for line in model.table.lines:
@@ -118,6 +119,18 @@ def want_lines(
             over = {d: _counted(local, d) for d in line.counted}
             indices = [index for index in model.indices(line, over) if keep(rename(line, index))]
             _want_line(wanted, model, inventory, line, local, indices, prefix, step_of)
+
+
+def _check_siblings(model: Model, layout: Layout, mesh: Mesh) -> None:
+    """Raise where any rank's cut is none, so that all ranks fail alike instead of some waiting for those that did."""
+    joint_dims = {fine for dims in model.joints.values() for fine in dims}
+    shown = {d for line in model.table.lines for part in line.parts for d in model.pattern(line).dims_of(part)}
+    delicate = sorted(d for d in shown if "/" in d or d in joint_dims)
+    axes = [a for a in mesh.names if any(a in layout.cutting(d, mesh) for d in layout.axes if d not in ("layer", "expert"))]
+    for at in _corners(axes, mesh):
+        local = layout.at(mesh, _rank(mesh, at), model.sizes, model.joints)
+        for dim in delicate:
+            local.extent(dim)
 
 
 def _check_cuts(model: Model, line: Line, layout: Layout, mesh: Mesh) -> None:

@@ -685,7 +685,7 @@ def test_mxfp4_is_not_cut_inside_its_32_values(tmp_path: Path) -> None:
         w = arrays[name]
         arrays[name] = w[:, :192] if "gate_up" in name else w[:, :, :3] if w.ndim > 2 else w
     path = write_checkpoint(tmp_path, arrays, config)
-    with pytest.raises(meshload.LayoutError, match=r"rank 1 holds elements 48 to 96 of 96, which cuts a block of 32"):
+    with pytest.raises(meshload.LayoutError, match=r"rank 0 holds elements 0 to 48 of 96, which cuts a block of 32"):
         meshload.plan(path, mesh="tp=2", rank=1)
 
 

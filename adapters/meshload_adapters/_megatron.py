@@ -203,15 +203,12 @@ def config_of(args: Mapping[str, Any]) -> dict[str, Any] | None:
     if type(linear) is bool and (linear or not qkv):  # biases of q, k and v alone are another thing than attention_bias
         found["attention_bias"] = found["mlp_bias"] = linear
     if found["num_local_experts"]:
-        width = number(args, "moe_ffn_hidden_size") or found["intermediate_size"]
-        found["moe_intermediate_size"] = width
+        width = found["moe_intermediate_size"] = number(args, "moe_ffn_hidden_size") or found["intermediate_size"]
         if args.get("moe_layer_freq", 1) == 1:
             found |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-        if width != found["intermediate_size"]:
-            del found["intermediate_size"]  # with experts in all layers a number that nothing has
-            if args.get("moe_layer_freq", 1) != 1:
-                found["intermediate_size"] = number(args, "ffn_hidden_size")
+            if width != found["intermediate_size"]:
+                found["intermediate_size"] = None  # the width of dense layers, which this model has none of
     padded = number(args, "padded_vocab_size")
     if found["vocab_size"] and padded and found["vocab_size"] > padded:
-        del found["vocab_size"]
+        found["vocab_size"] = None
     return {name: value for name, value in found.items() if value is not None}

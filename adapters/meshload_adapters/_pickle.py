@@ -48,8 +48,8 @@ NUMBER = 1 << 10
 KEY = 1 << 10
 """Nodes of a tuple that is a key: hashing one takes as long as it unfolds, and recurses without a limit."""
 
-FIRST_WINDOW = 1 << 16
-"""Bytes that are read of a pickle whose length is not known; doubled until it ends."""
+FIRST_WINDOW = 1 << 12
+"""Bytes that are read first of a pickle whose length is not known."""
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
@@ -109,30 +109,24 @@ def unpickle(data: bytes | memoryview, *, persistent: Persistent | None = None, 
 
 
 def unpickle_at(
-    source: ByteSource,
-    start: int,
-    limit: int,
-    *,
-    persistent: Persistent | None = None,
-    known: Known = _NONE,
-    restart: Callable[[], None] = lambda: None,
+    source: ByteSource, start: int, limit: int, *, persistent: Persistent | None = None, known: Known = _NONE
 ) -> tuple[Any, int]:
     """Return the object of a pickle that begins at `start` and ends somewhere before `limit`, and where it ends.
 
-    Its length is stored nowhere, so it is read in windows, each twice as large; the pickle is run again in each, after
-    `restart` was called.
+    Its length is stored nowhere, so it is read in windows, each as large as all before it.
     """
-    limit, window = min(limit, source.size, start + METADATA_LIMIT), FIRST_WINDOW
+    limit = min(limit, source.size, start + METADATA_LIMIT)
+    stop = max(start, min(start + FIRST_WINDOW, limit))
+    machine = _Machine(read_bytes(source, start, stop), persistent, known, source.name)
     while True:
-        stop = min(start + window, limit)
-        machine = _Machine(read_bytes(source, start, max(start, stop)), persistent, known, source.name)
         try:
             return machine.run(), start + machine.at
         except _Truncated:
             if stop >= limit:
                 raise
-        restart()
-        window *= 2
+        more = min(2 * stop - start, limit)
+        machine.data += read_bytes(source, stop, more)
+        stop = more
 
 
 def ndarray_of(found: Any) -> NDArray[Any] | None:
@@ -169,6 +163,9 @@ class _Stop(Exception):
     """The pickle has ended."""
 
 
+_ONE_BYTE = b"hq"
+"""Opcodes whose handlers index the byte behind them: there may be none."""
+
 _MISTAKES = (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError, struct.error)
 """What a malformed pickle makes the handlers and constructors raise."""
 
@@ -187,8 +184,12 @@ class _Machine:
         self.at = 0
 
     def run(self) -> Any:
-        """Run the pickle to its end, and return the object that it leaves."""
-        data, operations, at = self.data, _OPERATIONS, 0
+        """Run the pickle to its end, and return the object that it leaves.
+
+        Where the data ends first, `_Truncated` is raised, and the run goes on from there once there is more: handlers read
+        before they change anything.
+        """
+        data, operations, at = self.data, _OPERATIONS, self.at
         try:
             while True:
                 for _ in repeat(None, 1 << 16):
@@ -198,11 +199,13 @@ class _Machine:
         except _Stop:
             pass
         except _Truncated:
+            self.at = at
             raise
         except FormatError as error:
             raise FormatError(f"{self.name}: pickle, byte {at}: {error}") from error
         except _MISTAKES as error:
-            if isinstance(error, struct.error) or (isinstance(error, IndexError) and at + 1 >= len(data)):
+            self.at = at
+            if isinstance(error, struct.error) or at >= len(data) or (at + 1 == len(data) and data[at] in _ONE_BYTE):
                 raise _Truncated(f"{self.name}: the pickle is cut: it goes on beyond its {len(data)} bytes") from None
             raise FormatError(
                 f"{self.name}: pickle, byte {at}: opcode {data[at : at + 1]!r} does not fit what is there: "

@@ -39,6 +39,7 @@ from meshload.box import Shape
 from meshload.errors import FormatError
 from meshload.pieces import empty, table
 from meshload.source import ByteSource, read_bytes
+
 from ._pickle import Global, Known, Record, unpickle, unpickle_at
 
 LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
@@ -432,7 +433,7 @@ def _open_legacy(source: ByteSource, start: int, stop: int, known: Known) -> tup
     if info.get("little_endian") is not True:
         raise FormatError(f"{source.name}: little_endian is {info.get('little_endian')!r}, only little-endian files can be read")
     storages: dict[str, Storage] = {}
-    tree, at = unpickle_at(source, at, stop, persistent=_persistent(storages), known=known, restart=storages.clear)
+    tree, at = unpickle_at(source, at, stop, persistent=_persistent(storages), known=known)
     keys, at = unpickle_at(source, at, stop)
     if type(keys) is not list or not all(type(key) is str for key in keys) or len(set(keys)) != len(keys):
         raise FormatError(f"{source.name}: its storage keys are {str(keys)[:80]}, expected is a list of different strings")

@@ -42,6 +42,7 @@ from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, SourceError, listing
 from meshload.pieces import union
 from meshload.source import Folder, read_bytes
+
 from .._json import parsed
 from .._pickle import Record
 from .._torch_file import Tensor, TorchFile, container_of

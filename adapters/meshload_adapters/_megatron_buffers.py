@@ -1,0 +1,134 @@
+"""The buffers of Megatron's distributed optimizer: which parameter lies where, as no file tells.
+
+A model chunk's parameters of one dtype lie in a flat buffer in the reverse of their module order, experts' in one of their own.
+Each begins at a multiple of 64 elements (before megatron-core 0.6: anywhere). The buffer is cut into buckets: one that has `limit`
+elements is closed, and an embedding that two stages share has one alone. Each bucket begins at a multiple of 128; files leave out
+the padding before it. https://github.com/NVIDIA/Megatron-LM, `megatron/core/distributed/param_and_grad_buffer.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+ALIGNED = 64
+"""Elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A run of parameters: their numbers, and where each begins in it, in elements."""
+
+    numbers: tuple[int, ...]
+    starts: tuple[int, ...]
+    size: int
+    """Elements, without the padding at its end."""
+
+
+def buckets(
+    sizes: Sequence[int], *, limit: int | None = None, alone: Collection[int] = (), alignment: int = ALIGNED
+) -> list[Bucket]:
+    """Lay parameters of these sizes, given in module order, into buckets.
+
+    >>> buckets([3, 64, 5])
+    [Bucket(numbers=(2, 1, 0), starts=(0, 64, 128), size=131)]
+    """
+    found: list[Bucket] = []
+    numbers: list[int] = []
+    starts: list[int] = []
+    at = 0
+
+    def close() -> None:
+        nonlocal at
+        found.append(Bucket(tuple(numbers), tuple(starts), at))
+        numbers.clear()
+        starts.clear()
+        at = 0
+
+    for number in reversed(range(len(sizes))):
+        at = -(-at // alignment) * alignment
+        if number in alone and numbers:
+            close()
+        numbers.append(number)
+        starts.append(at)
+        at += sizes[number]
+        if number in alone or (limit is not None and at >= limit):
+            close()
+    if numbers:
+        close()
+    return found
+
+
+def laid_out(sizes: Sequence[int], expected: Sequence[int], *, limit: int | None, alone: Collection[int]) -> list[Bucket] | None:
+    """Return the buckets whose sizes are those expected, in what any version would have made of the parameters; else None.
+
+    One number is expected where the file holds them one after another. Layouts that put a parameter elsewhere differ in their
+    sum: each gap is there or not.
+    """
+    for made in _candidates(sizes, limit, alone):
+        found = [b.size for b in made]
+        if found == list(expected) or (len(expected) == 1 and sum(found) == expected[0]):
+            return made
+    return None
+
+
+def _candidates(sizes: Sequence[int], limit: int | None, alone: Collection[int]) -> Iterator[list[Bucket]]:
+    yield buckets(sizes, limit=limit, alone=alone)
+    yield buckets(sizes, alone=alone)
+    yield buckets(sizes, limit=limit)
+    yield buckets(sizes)
+    yield buckets(sizes, limit=limit, alignment=1)
+    yield buckets(sizes, alignment=1)
+
+
+# --- module order -----------------------------------------------------------------------------------------------------
+
+_LAST = 1 << 30
+
+_MODULES = (
+    *("input_layernorm", "self_attention", "core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm"),
+    *("pre_mlp_layernorm", "mlp", "router", "experts", "local_experts", "shared_experts", "linear_fc1", "linear_fc2"),
+)
+"""The modules of a layer in the order in which they are made; one inside another does not matter."""
+
+_PARAMETERS = ("softmax_offset", "gate_weight", "layer_norm_weight", "layer_norm_bias", "weight", "bias")
+
+
+def module_order(names: Iterable[str]) -> list[str] | None:
+    """Return the names of a stage's parameters as `named_parameters()` goes through them; None where one is not known.
+
+    The names are those that its layer spec has: a norm is where the spec puts it.
+    """
+    keyed = []
+    for name in names:
+        key = _key(name)
+        if key is None:
+            return None
+        keyed.append((key, name))
+    return [name for _, name in sorted(keyed)]
+
+
+def _key(name: str) -> tuple[tuple[int, int], ...] | None:
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+    if match is None:
+        ends = ("embedding.word_embeddings.weight", "embedding.position_embeddings.weight", "decoder.final_layernorm.weight")
+        places = dict(zip((*ends, "decoder.final_layernorm.bias", "output_layer.weight"), (0, 1, 3, 4, 5), strict=True))
+        return ((places[name], 0),) if name in places else None
+    key = [(2, int(match[1]))]
+    *modules, parameter = match[2].split(".")
+    for module in modules:
+        if module.isdigit():
+            key.append((int(module), 0))
+        elif module in _MODULES:
+            key.append((_MODULES.index(module), 0))
+        else:
+            return None
+    numbered = re.fullmatch(r"(weight)(\d*)", parameter)
+    if numbered and numbered[2]:
+        key.append((_PARAMETERS.index("weight"), int(numbered[2])))
+    elif parameter in _PARAMETERS:
+        key.append((_PARAMETERS.index(parameter), 0))
+    else:
+        return None
+    return tuple(key)
