@@ -12,9 +12,10 @@ from .array import Array
 from .checkpoint import Checkpoint, Problem
 from .errors import MeshloadError
 from .formats import Format, choose
-from .loading import missing_arrays, open
+from .loading import open
 from .pieces import boxes
 from .reading import read_array
+from .requesting import missing_arrays
 from .source import open_folder
 
 

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from .array import Array
 from .errors import LayoutError, MissingArray
-
-
-def _nothing() -> Mapping[str, Any]:
-    return MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +32,21 @@ class Checkpoint(Mapping[str, Array]):
     arrays: Mapping[str, Array]
     format: str
     """The name of the format that opened it."""
-    aliases: Mapping[str, str] = field(default_factory=_nothing)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied weights: name -> the name under which they are stored. An alias answers `ck[name]` and is not iterated."""
-    optimizer: Mapping[str, Mapping[str, Array]] = field(default_factory=_nothing)
+    optimizer: Mapping[str, Mapping[str, Array]] = field(default_factory=dict)
     """Optimizer arrays, `optimizer["exp_avg"][name]`, keyed by their weight's name."""
-    meta: Mapping[str, Any] = field(default_factory=_nothing)
+    meta: Mapping[str, Any] = field(default_factory=dict)
     """What else the format said: steps, versions, files that were passed over."""
     config: Mapping[str, Any] | None = None
     """The model's config beside the arrays, with what the caller completed."""
-    unavailable: Mapping[str, str] = field(default_factory=_nothing)
+    unavailable: Mapping[str, str] = field(default_factory=dict)
     """Names that the format lists but cannot give, with the reason."""
     problems: tuple[Problem, ...] = ()
     """What is wrong, found from metadata."""
     names: str = "native"
     """The naming of the arrays."""
-    views: Mapping[str, Any] = field(default_factory=_nothing, repr=False)
+    views: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Other namings of the same arrays: naming -> a function that returns the checkpoint under it."""
 
     def __getitem__(self, name: str) -> Array:

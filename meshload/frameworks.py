@@ -130,3 +130,18 @@ def framework_of(into: str | None, *things: Any) -> Framework:
             if thing is not None and framework.owns(thing):
                 return framework
     return known["torch"]
+
+
+def is_floating(dtype: np.dtype[Any]) -> bool:
+    """Say whether a dtype is one of real floating numbers, the extended ones included."""
+    import ml_dtypes
+
+    return dtype.kind == "f" or (dtype.kind == "V" and dtype.names is None and _is_ml_float(dtype, ml_dtypes))
+
+
+def _is_ml_float(dtype: np.dtype[Any], ml_dtypes: Any) -> bool:
+    try:
+        ml_dtypes.finfo(dtype)
+    except ValueError:
+        return False
+    return True

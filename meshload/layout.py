@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 
 from .errors import LayoutError
 from .mesh import Axes, Mesh, axes_of, even_parts, parts
@@ -42,7 +41,7 @@ class Layout:
 
     axes: Mapping[str, Axes]
     rows: Axes = None
-    pad: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    pad: Mapping[str, int] = field(default_factory=dict)
     stages: Sequence[int] | None = None
     virtual: int = 1
     needs_axes: bool = True

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
-import os
 import warnings
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,40 +11,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .array import Array, Step
+from .array import Array
 from .checkpoint import Checkpoint
 from .errors import LayoutError, MeshloadWarning, MissingArray, listing
 from .formats import Format, choose, described
-from .frameworks import Framework, Placement, Slice, Wish, World, framework_of
+from .frameworks import Framework, Placement, Slice, framework_of, is_floating
 from .layout import Layout
-from .mesh import Axes, Mesh, Sharding, fitted, mesh_of, sharding
+from .mesh import Mesh
 from .naming import (
     CANONICAL,
-    Inventory,
-    Model,
     ask,
-    chosen,
     contradiction,
-    family_of,
-    located,
     model_of,
     moment_step,
     naming_names,
-    naming_of,
     shown,
     take_apart,
     tied,
     unwrapped,
 )
-from .pattern import Line, shown_shape
 from .planning import MAX_BYTES, Plan, Target
 from .planning import plan as join
 from .quantised import SCALES, blocks_of, dequantised, scale_of
+from .ranks import resolved
 from .reading import Progress, buffers_for, read, values_of
+from .requesting import Collector, LayoutLike, missing_text, model_in, no_table, view_of
 from .source import open_folder
-from .wanting import Homes, Slices, Wanted, homes, padded_sizes, shown_axes, want_boxes, want_lines, want_sharded
-
-LayoutLike = Layout | Mapping[str, Sequence[Axes]] | str | None
+from .wanting import Wanted
 
 
 def open(path: Any, *, format: str | Format | None = None, config: Any = None) -> Checkpoint:
@@ -65,7 +56,10 @@ def open(path: Any, *, format: str | Format | None = None, config: Any = None) -
     stored = unwrapped(opened.arrays)
     if any(new != old for new, old in stored.items()):
         meta["stripped"] = {old: new for new, old in stored.items() if new != old}
-        opened = replace(opened, arrays={new: replace(opened.arrays[old], name=new) for new, old in stored.items()})
+        arrays = {new: replace(opened.arrays[old], name=new) for new, old in stored.items()}
+        bare = meta["stripped"]
+        moments = {kind: {bare.get(n, n): a for n, a in of.items()} for kind, of in opened.optimizer.items()}
+        opened = replace(opened, arrays=arrays, optimizer=moments)
     merged = _completed(opened.config, described(config))
     native = replace(opened, meta=meta, config=merged, aliases={**_ties(opened.arrays, merged), **opened.aliases}, names="native")
     return replace(native, views=_views(native, opened))
@@ -98,10 +92,10 @@ def _views(native: Checkpoint, opened: Checkpoint) -> dict[str, Callable[[], Che
 
 
 def _shown_as(checkpoint: Checkpoint, naming: str) -> Checkpoint:
-    source = _model(checkpoint)
+    source = model_in(checkpoint)
     target = model_of(naming, checkpoint.config, names=checkpoint.arrays)
     if source is None or target is None:
-        raise LayoutError(_no_table(checkpoint, naming))
+        raise LayoutError(no_table(checkpoint, naming))
     ask(target)
     made = shown(target, tied(target, take_apart(source, checkpoint.arrays)), checkpoint)
     moments = {}
@@ -109,30 +103,6 @@ def _shown_as(checkpoint: Checkpoint, naming: str) -> Checkpoint:
         view = shown(target, tied(target, take_apart(source, arrays)), replace(checkpoint, arrays=arrays))
         moments[kind] = {name: replace(a, step=moment_step(kind, a.step)) for name, a in view.arrays.items()}
     return replace(made, optimizer=moments)
-
-
-def _model(checkpoint: Checkpoint) -> Model | None:
-    """Return the model in the naming that a checkpoint's own names follow."""
-    naming = naming_of(checkpoint.arrays, checkpoint.config)
-    return None if naming is None else model_of(naming, checkpoint.config, names=checkpoint.arrays)
-
-
-def _no_table(checkpoint: Checkpoint, naming: str) -> str:
-    family = family_of(checkpoint.config)
-    example = next(iter(checkpoint), "model.norm.weight")
-    damaged = next((p.text for p in checkpoint.problems if p.file == "config.json"), None)
-    if checkpoint.config is None and damaged:
-        why = damaged
-    elif checkpoint.config is None:
-        why = "there is no config.json beside the arrays, so the model family is not known; give it with config="
-    elif family is None:
-        why = "the config has no model_type"
-    else:
-        why = f"there is no {naming} table for model_type {family!r} whose names these are (such as {example})"
-    return (
-        f"{why}. Without a table, say where arrays go: layout='replicated', or a dict of name patterns to mesh axes per dim, "
-        f"as in layout={{'*.o_proj.weight': (None, 'tp'), '*': ()}}"
-    )
 
 
 # --- restore ----------------------------------------------------------------------------------------------------------
@@ -275,6 +245,8 @@ class _Request:
     dtypes: Mapping[str, np.dtype[Any] | None]
     ties: Sequence[tuple[str, str]]
     ranks: tuple[int, ...]
+    notes: Sequence[str]
+    """What is right, but unexpected."""
     scales: Mapping[int, int]
     """Target of a quantised weight -> the target of its scales, where the weight is to be dequantised."""
     blocks: Sequence[int] | None
@@ -328,21 +300,6 @@ class _Request:
         return values if wanted is None or wanted == values.dtype else values.astype(wanted)
 
 
-def is_floating(dtype: np.dtype[Any]) -> bool:
-    """Say whether a dtype is one of real floating numbers, the extended ones included."""
-    import ml_dtypes
-
-    return dtype.kind == "f" or (dtype.kind == "V" and dtype.names is None and _is_ml_float(dtype, ml_dtypes))
-
-
-def _is_ml_float(dtype: np.dtype[Any], ml_dtypes: Any) -> bool:
-    try:
-        ml_dtypes.finfo(dtype)
-    except ValueError:
-        return False
-    return True
-
-
 def _request(
     path: Any,
     mesh: Any,
@@ -372,21 +329,26 @@ def _request(
         raise LayoutError("optimizer=True goes with a dict of tensors; a like= names all that it wants itself")
     checkpoint = path if isinstance(path, Checkpoint) else open(path, format=format, config=config)
     framework = framework_of(into, mesh, like)
-    sized, foreign, ranks = _resolved(mesh, rank, framework)
+    sized, foreign, ranks = resolved(mesh, rank, framework)
     if framework.spans_always and foreign is None and like is None:
         raise LayoutError(f"into={framework.name!r}: its tensors span a mesh of its own, and mesh={mesh!r} is none")
     wishes = framework.wishes(like) if like is not None else None
-    view = _view(checkpoint, names, wishes)
+    view = view_of(checkpoint, names, wishes)
     if copies not in ("first", "check", "mean"):
         raise LayoutError(f"copies={copies!r}: 'first', 'check' or 'mean' was expected")
     wanted = Wanted(copies=copies)
     placements: dict[str, Placement] = {}
-    collect = _Collector(view, sized, foreign, ranks, layout, framework, wishes, wanted, placements, include, exclude)
+    collect = Collector(view, sized, foreign, ranks, layout, framework, wishes, wanted, placements, include, exclude)
     collect.weights()
     if optimizer:
         collect.moments(checkpoint)
+    collect.check_globs()
+    for axis in collect.idle_axes():
+        same = f"its {sized.size_of(axis)} ranks hold the same"
+        wanted.notes.append(f"mesh axis {axis!r} cuts nothing in the default layout: {same}; pass layout= to use it")
+    wanted.notes += [f"{p.file}: {p.text}" for p in checkpoint.problems if p.array is None and view.target is None]
     if wanted.missing and missing == "error":
-        raise MissingArray(_missing_text(view, wanted.missing))
+        raise MissingArray(missing_text(view, wanted.missing))
     joined = join(wanted.jobs(), wanted.targets)
     made = Plan(
         wanted.targets,
@@ -405,7 +367,7 @@ def _request(
     scales = {} if cast is None else _scales(made, checkpoint.config, cast)
     quantisation = (checkpoint.config or {}).get("quantization_config")
     blocks = blocks_of(quantisation) if scales and isinstance(quantisation, Mapping) else None
-    return _Request(made, framework, placements, like, cast, dtypes, collect.doubles(), ranks, scales, blocks)
+    return _Request(made, framework, placements, like, cast, dtypes, collect.doubles(), ranks, wanted.notes, scales, blocks)
 
 
 def _globs(word: str, globs: Any) -> list[str] | None:
@@ -467,376 +429,10 @@ def _as_dtype(dtype: Any, framework: Framework) -> np.dtype[Any] | None:
     return own
 
 
-def missing_arrays(checkpoint: Checkpoint) -> list[str]:
-    """Return the names that the model's config asks for and the checkpoint does not hold; none where no table fits."""
-    view = _view(checkpoint, None, None)
-    if view.target is None or view.inventory is None:
-        return []
-    wanted = Wanted()
-    want_lines(wanted, view.target, view.inventory, Layout({}), Mesh((), ()), [0], lambda name: True)
-    return list(wanted.missing)
-
-
-# --- mesh and ranks ---------------------------------------------------------------------------------------------------
-
-
-def _resolved(mesh: Any, rank: Any, framework: Framework) -> tuple[Mesh, Any, tuple[int, ...]]:
-    """Return the mesh with sizes, the framework's own mesh object if it is one, and the ranks that are wanted."""
-    world = framework.world() or _launched()
-    if mesh is None:
-        if rank not in (None, 0, "all"):
-            raise LayoutError(f"rank={rank!r}: without mesh= there is one rank, 0, that holds all")
-        return Mesh((), ()), None, (0,)
-    if framework.owns(mesh):
-        sized = framework.mesh(mesh)
-        return sized, mesh, tuple(range(sized.size)) if rank == "all" else (rank,) if rank is not None else framework.ranks(mesh)
-    found = mesh_of(mesh)
-    if found is None:
-        axes = [mesh] if isinstance(mesh, str) else mesh
-        if not isinstance(axes, Iterable) or not all(isinstance(a, str) for a in axes):
-            raise LayoutError(f"mesh {mesh!r} is not sizes, names of axes, or a mesh of {framework.name}")
-        found = fitted(tuple(axes), world.size if world else 1, world.per_node if world else 1)
-    if rank == "all":
-        return found, None, tuple(range(found.size))
-    if rank is None:
-        if world is None and found.size > 1:
-            raise LayoutError(f"mesh {found} has {found.size} ranks and no group of processes runs here; say which with rank=")
-        if world is not None and world.size != found.size:
-            raise LayoutError(f"mesh {found} has {found.size} ranks, {world.size} processes run; make both equal, or give rank=")
-        rank = world.rank if world else 0
-    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)):
-        raise LayoutError(f"rank={rank!r}: a number was expected")
-    found.coordinates(int(rank))
-    return found, None, (int(rank),)
-
-
-def _launched() -> World | None:
-    """Return what the launcher says of this process, by the variables of torchrun."""
-    try:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return World(rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
-    except (KeyError, ValueError):
-        return None
-
-
-# --- what is wanted ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _View:
-    """A checkpoint beside the namings that it is stored and wanted in."""
-
-    checkpoint: Checkpoint
-    source: Model | None
-    target: Model | None
-    inventory: Inventory | None
-
-
-def _view(checkpoint: Checkpoint, names: str | None, wishes: Mapping[str, Wish] | None) -> _View:
-    if names is None and wishes:
-        names = _naming_of_wishes(checkpoint, wishes)
-    if names in ("native", "stored"):
-        shown_names = checkpoint.with_names(names)
-        naming = naming_of(shown_names.arrays, checkpoint.config)
-        model = model_of(naming, checkpoint.config, names=shown_names.arrays) if naming else None
-        if model is None:
-            return _View(shown_names, None, None, None)
-        return _View(shown_names, model, model, tied(model, take_apart(model, shown_names.arrays)))
-    source = _model(checkpoint)
-    naming = names or (naming_of(wishes, checkpoint.config) if wishes else None) or CANONICAL
-    target = model_of(naming, checkpoint.config, names=checkpoint.arrays) if source else None
-    if source is None or target is None:
-        if names is not None:
-            raise LayoutError(_no_table(checkpoint, names))
-        return _View(checkpoint, None, None, None)
-    ask(target)
-    return _View(checkpoint, source, target, tied(target, take_apart(source, checkpoint.arrays)))
-
-
-def _naming_of_wishes(checkpoint: Checkpoint, wishes: Mapping[str, Wish]) -> str | None:
-    """Return the naming that knows the most of what a `like` wants: native, stored, or a table's; None for no particular one."""
-
-    def known(names: Container[str]) -> int:
-        return sum(any(n in names for n in (name, *wish.same)) for name, wish in wishes.items())
-
-    counts = {"native": known(checkpoint)}
-    if "stored" in checkpoint.views:  # not where a caller made the checkpoint
-        counts["stored"] = known(checkpoint.with_names("stored"))
-    naming = naming_of(wishes, checkpoint.config)
-    if naming is not None and _model(checkpoint) is not None:
-        model = model_of(naming, checkpoint.config)
-        counts[naming] = 0 if model is None else known(located(model, [n for w in wishes for n in (w, *wishes[w].same)]))
-    best = max(counts, key=lambda name: counts[name])  # the first of equals
-    return best if counts[best] else None
-
-
-@dataclass
-class _Collector:
-    """Collects what is wanted: by table and layout, or by boxes of the shown arrays."""
-
-    view: _View
-    mesh: Mesh
-    foreign: Any
-    ranks: tuple[int, ...]
-    layout: LayoutLike
-    framework: Framework
-    wishes: Mapping[str, Wish] | None
-    wanted: Wanted
-    placements: dict[str, Placement]
-    include: str | Sequence[str] | None
-    exclude: str | Sequence[str] | None
-    _homes: Homes | None = None
-
-    def weights(self) -> None:
-        """Want the model's weights; without a table, all that is listed, be it there or not."""
-        self._want(self.view.checkpoint.arrays, self.view.inventory, "", lambda step: step)
-        if self.view.target is None:
-            for name in filter(self._keep, self.view.checkpoint.unavailable):
-                self.wanted.missing.setdefault(name, self.ranks[0])
-        self._check_wished()
-
-    def moments(self, checkpoint: Checkpoint) -> None:
-        """Want the optimizer's arrays, each like its weight; a weight without one (frozen) has none."""
-        view, lacking = self.view, dict(self.wanted.missing)
-        if not checkpoint.optimizer:
-            raise MissingArray(f"the checkpoint ({checkpoint.format}) holds no optimizer state; leave out optimizer=True")
-        for kind, arrays in checkpoint.optimizer.items():
-            inventory = None
-            if view.source is not None and view.target is not None:
-                inventory = tied(view.target, take_apart(view.source, arrays))
-            self._want(arrays, inventory, f"optimizer.{kind}.", partial(moment_step, kind))
-        self.wanted.missing.clear()
-        self.wanted.missing.update(lacking)
-        for name in chosen(checkpoint.unavailable, self.include, self.exclude):  # which of them are moments, no name tells
-            self.wanted.missing.setdefault(name, self.ranks[0])
-
-    def unexpected(self) -> tuple[str, ...]:
-        """Return the stored names that nobody wants."""
-        view = self.view
-        if self.wishes is not None and view.target is None:
-            return tuple(n for n in chosen(view.checkpoint, self.include, self.exclude) if n not in self.wishes)
-        return tuple(chosen(view.inventory.unexpected, self.include, self.exclude)) if view.inventory else ()
-
-    def doubles(self) -> list[tuple[str, str]]:
-        """Return the tied names that are both stored."""
-        target, inventory = self.view.target, self.view.inventory
-        if target is None or inventory is None:
-            return []
-        return [(a, n) for a, n in target.ties.items() if a in inventory.names and n in inventory.names]
-
-    def _keep(self, name: str) -> bool:
-        if self.wishes is not None and name not in self.wishes:
-            return False
-        return next(iter(chosen([name], self.include, self.exclude)), None) is not None
-
-    def _want(
-        self,
-        arrays: Mapping[str, Array],
-        inventory: Inventory | None,
-        prefix: str,
-        step_of: Callable[[Step | None], Step | None],
-    ) -> None:
-        for name, wish in (self.wishes or {}).items():
-            self.placements[prefix + name] = Placement(wish.shape, key=wish.key)
-        if self.wishes is not None and any(w.slices is not None for w in self.wishes.values()):
-            slices = {
-                n: _whole(w.shape, self.ranks) if w.slices is None else w.slices
-                for n, w in self.wishes.items()
-                if self._keep(n) and w.slices != ()
-            }
-            return self._want_boxes(arrays, inventory, slices, prefix, step_of)
-        layout = self.layout
-        if isinstance(layout, str) and layout != "replicated":
-            raise LayoutError(f"layout={layout!r}: 'replicated', a Layout or a dict of name patterns was expected")
-        literal = isinstance(layout, (str, Mapping)) or (self.framework.spans and self.foreign is not None)
-        if layout is None and self.wishes is not None and self.mesh.size == 1:
-            literal, layout = True, "replicated"
-        if self.view.target is None and not literal:
-            if self.mesh.size > 1 or layout is not None:
-                raise LayoutError(_no_table(self.view.checkpoint, CANONICAL))
-            literal, layout = True, "replicated"
-        if literal:
-            return self._want_literal(arrays, inventory, layout, prefix, step_of)
-        assert self.view.target is not None
-        assert inventory is not None
-        want_lines(
-            self.wanted,
-            self.view.target,
-            inventory,
-            layout if isinstance(layout, Layout) else Layout.default(),
-            self.mesh,
-            self.ranks,
-            self._keep,
-            prefix=prefix,
-            step_of=step_of,
-        )
-        return None
-
-    def _want_literal(
-        self,
-        arrays: Mapping[str, Array],
-        inventory: Inventory | None,
-        layout: LayoutLike,
-        prefix: str,
-        step_of: Callable[[Step | None], Step | None],
-    ) -> None:
-        """Want slices given by mesh axes per dim of the shown arrays."""
-        slices: dict[str, Slices] = {}
-        if self.view.target is None and not self.framework.spans and len(self.ranks) > 1:
-            for name in filter(self._keep, arrays):
-                axes = self._axes(layout, name, arrays[name].shape, None)
-                want_sharded(self.wanted, prefix + name, arrays[name], sharding(axes), self.mesh, self.ranks)
-            return
-        pad = layout.pad if isinstance(layout, Layout) else {}
-        for name, shape, line in self._shapes(arrays, pad):
-            if not self._keep(name):
-                continue
-            axes = self._axes(layout, name, shape, line)
-            at = self._stage(line, layout)
-            held = self._held(name, shape, axes, at)
-            if held:
-                slices[name] = held
-                known = self.placements.get(prefix + name)
-                self.placements[prefix + name] = Placement(tuple(shape), self.foreign, axes, at, known.key if known else None)
-        self._want_boxes(arrays, inventory, slices, prefix, step_of, pad)
-
-    def _shapes(
-        self, arrays: Mapping[str, Array], pad: Mapping[str, int]
-    ) -> Iterable[tuple[str, Sequence[int], tuple[Line, tuple[int, ...]] | None]]:
-        target = self.view.target
-        if target is None:
-            for name, array in arrays.items():
-                yield name, array.shape, None
-            return
-        for name, line, index in target.arrays():
-            if line.optional and not any(p in self.view.inventory.parts for p in line.parts):  # type: ignore[union-attr]
-                continue
-            yield name, shown_shape(target.pattern(line), line.parts, padded_sizes(target, pad)), (line, index)
-
-    def _axes(
-        self, layout: LayoutLike, name: str, shape: Sequence[int], line: tuple[Line, tuple[int, ...]] | None
-    ) -> tuple[Axes, ...]:
-        if layout == "replicated":
-            return (None,) * len(shape)
-        if isinstance(layout, Mapping):
-            found = next((axes for glob, axes in layout.items() if fnmatch.fnmatchcase(name, glob)), None)
-            if found is None:
-                raise LayoutError(f"{name}: no pattern of the layout matches it; add one, or '*': () to replicate the rest")
-            if not _are_axes(found) or len(found) > len(shape):
-                raise LayoutError(
-                    f"{name}: the layout gives {found!r} for an array of shape {tuple(shape)}; one entry per dim was expected"
-                )
-            return (*found, *(None,) * (len(shape) - len(found)))
-        if line is None or self.view.target is None:
-            raise LayoutError(_no_table(self.view.checkpoint, CANONICAL))
-        chosen_layout = layout if isinstance(layout, Layout) else Layout.default()
-        return shown_axes(self.view.target.pattern(line[0]), chosen_layout, self.mesh, self.view.target.joints)
-
-    def _stage(self, line: tuple[Line, tuple[int, ...]] | None, layout: LayoutLike) -> dict[str, int]:
-        """Return the places on mesh axes that hold a line's array, where its layer or expert is cut by name."""
-        if line is None or isinstance(layout, (str, Mapping)) or self.view.target is None:
-            return {}
-        if self._homes is None:
-            chosen_layout = layout if isinstance(layout, Layout) else Layout.default()
-            self._homes = homes(self.view.target, chosen_layout, self.mesh)
-        return self._homes.of(*line)
-
-    def _held(self, name: str, shape: Sequence[int], axes: tuple[Axes, ...], at: Mapping[str, int]) -> Slices:
-        cut: Sharding = sharding(axes)
-        held = []
-        for r in self.ranks:
-            here = self.mesh.coordinates(r)
-            if all(here[a] == i for a, i in at.items()):
-                held.append((r, cut.boxes(tuple(shape), self.mesh, r)))
-        if self.foreign is not None:
-            for d, n in enumerate(shape):
-                count = cut.parts_of(d, self.mesh)
-                if n % count and self.framework.name == "jax":
-                    raise LayoutError(
-                        f"{name}: dim {d} has {n} elements, which JAX cannot cut into {count} equal parts; "
-                        f"pad it with Layout.default(pad={{'vocab': {count}}}) or the like, choose another mesh, or replicate it"
-                    )
-        return tuple(held)
-
-    def _want_boxes(
-        self,
-        arrays: Mapping[str, Array],
-        inventory: Inventory | None,
-        slices: Mapping[str, Slices],
-        prefix: str,
-        step_of: Callable[[Step | None], Step | None],
-        pad: Mapping[str, int] | None = None,
-    ) -> None:
-        target = self.view.target
-        lines = located(target, slices) if target is not None else {}
-        want_boxes(self.wanted, target, inventory, lines, arrays, slices, prefix=prefix, step_of=step_of, pad=pad)
-
-    def _check_wished(self) -> None:
-        """Note what `like` wants and nothing holds, and compare the shapes of what is held."""
-        if self.wishes is None:
-            return
-        held = {t.name: t for t in self.wanted.targets}
-        held.update({alias: self.wanted.targets[i] for alias, i in self.wanted.aliases})
-        for name in chosen(self.wishes, self.include, self.exclude):
-            wish = self.wishes[name]
-            if name not in held:
-                if any(other in held for other in wish.same):
-                    self.wanted.missing.pop(name, None)
-                elif wish.slices != ():
-                    self.wanted.missing.setdefault(name, self.ranks[0])
-            elif wish.slices is not None or (self.framework.spans and self.foreign is not None):
-                if tuple(wish.shape) != held[name].whole:
-                    raise LayoutError(
-                        f"{name}: `like` has shape {tuple(wish.shape)}, the checkpoint holds {held[name].whole}; make both equal"
-                    )
-            elif tuple(wish.shape) != held[name].shape:
-                raise LayoutError(
-                    f"{name}: `like` has shape {tuple(wish.shape)}, the layout gives rank {self.ranks[0]} {held[name].shape} "
-                    f"of {held[name].whole}; make `like` of local shapes, or pass layout='replicated'"
-                )
-
-
-def _are_axes(found: Any) -> bool:
-    """Say whether this is one entry per dim: an axis, several or None."""
-
-    def is_entry(axes: Any) -> bool:
-        return axes is None or isinstance(axes, str) or (isinstance(axes, (tuple, list)) and all(isinstance(a, str) for a in axes))
-
-    return isinstance(found, (tuple, list)) and all(map(is_entry, found))
-
-
-def _whole(shape: Sequence[int], ranks: Sequence[int]) -> Slices:
-    from .wanting import whole_box
-
-    return whole_box(tuple(shape), ranks)
-
-
-def _missing_text(view: _View, missing: Mapping[str, int]) -> str:
-    """Say what is missing, the names with the same reason together."""
-    by_reason: dict[str, list[str]] = {}
-    target = view.target
-    for name, rank in missing.items():
-        why = view.checkpoint.why_missing(_stored_name(view, name)).partition(": ")[2]
-        if target is not None and name in target.untied:
-            why += f"; the config says untied ({target.untied[name]} does not hold), so it is not taken from another array"
-        by_reason.setdefault(f"{why} (wanted by rank {rank})", []).append(name)
-    reasons = [f"{listing(names)}: {why}" for why, names in by_reason.items()]
-    return f"{listing(reasons)}; missing='ignore' leaves them out"
-
-
-def _stored_name(view: _View, name: str) -> str:
-    """Return the name under which a wanted array is listed, where the checkpoint's naming differs by a prefix only."""
-    if name in view.checkpoint.unavailable or view.target is None:
-        return name
-    for prefix in view.target.table.prefixes:
-        for other in (prefix + name, name.removeprefix(prefix)):
-            if other in view.checkpoint.unavailable:
-                return other
-    return name
-
-
 def _warn(request: _Request) -> None:
     made = request.plan
+    for note in request.notes:
+        warnings.warn(note, MeshloadWarning, stacklevel=3)
     if made.unexpected:
         warnings.warn(
             f"{len(made.unexpected)} arrays of the checkpoint belong to nothing that is wanted: {listing(made.unexpected)}",

@@ -468,13 +468,13 @@ def moment_step(kind: str, step: Step | None) -> Step | None:
 
 # --- wrappers ---------------------------------------------------------------------------------------------------------
 
-WRAPPERS = ("_orig_mod", "_forward_module")
+WRAPPERS = ("_orig_mod", "_forward_module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module")
 
 
 def unwrapped(names: Iterable[str]) -> dict[str, str]:
-    """Return names without what torch.compile, DDP and engines wrap around modules: new name -> stored name.
+    """Return names without what torch.compile, DDP, FSDP and engines wrap around modules: new name -> stored name.
 
-    `_orig_mod` and `_forward_module` are dropped wherever they stand; a leading `module` where every name has it.
+    `WRAPPERS` are dropped wherever they stand; a leading `module` where every name has it.
     """
     stored = list(names)
     bare = [[s for s in name.split(".") if s not in WRAPPERS] or [name] for name in stored]

@@ -17,7 +17,7 @@ from .array import Array
 from .errors import CopiesDiffer, LimitError
 from .planning import MAX_BYTES, Plan, Target, check_limit, plan_array
 from .scheduling import Chunk, Cut, Read, Schedule, Staged, Straight, boxes_of_cut
-from .source import Bytes, ByteSource, ChunkedSource
+from .source import Bytes, ByteSource, ChunkedSource, LocalFile
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read."""
@@ -29,6 +29,9 @@ ALIGNMENT = 64
 def read(plan: Plan, buffers: Mapping[int, Bytes], *, progress: Progress | None = None) -> None:
     """Fill buffers, by target number, each with the bytes of its target. The first failure ends the rest and is raised."""
     check_limit(plan)
+    for source in plan.sources:
+        if isinstance(source, LocalFile):
+            source.check()
     schedule = plan.schedule
     work = _Work(plan, buffers)
     done, total = 0, schedule.nbytes

@@ -201,6 +201,15 @@ class LocalFile:
     unit = 1
     gap = 4096
 
+    def check(self) -> None:
+        """Raise where the file is not the one that was opened, or no longer what it was."""
+        try:
+            now = os.stat(self.path)
+        except OSError as error:
+            raise SourceError(f"{self.name}: cannot be opened: {error.strerror}") from error
+        if self.changed not in (None, now.st_mtime_ns) and now.st_size >= self.size:
+            raise SourceError(f"{self.name}: it was replaced or changed since the checkpoint was opened; open it again")
+
     def read_into(self, start: int, out: Bytes) -> None:
         view, at = memoryview(out.data).cast("B"), start
         descriptor = _descriptor(self)

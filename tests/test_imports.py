@@ -21,6 +21,7 @@ ORDER = [
     *("scheduling", "planning", "reading", "writing"),
     *("formats", "frameworks", "exchange"),
     *("quantised", "naming", "wanting"),
+    *("ranks", "requesting"),
     *("loading", "converting", "checking", "digests"),
     *("testing", "cli"),
 ]

@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from meshload.errors import FormatError, listing
+from meshload.errors import listing
 from meshload.source import Folder, read_bytes
 
 from ._pickle import Global, Record, ndarray_of
@@ -105,15 +105,17 @@ def _tracked(folder: Folder, listed: list[str], saves: list[str]) -> Save | None
     if word != "release" and not re.fullmatch(r"\d{1,18}", word):
         return Save(kind, folder, folder.name, f"{TRACKER}: an iteration or the word 'release' was expected, found {word[:40]!r}")
     name = word if word == "release" else f"iter_{int(word):07d}"
+    complete = [n for n in sorted(kinds) if not lacking(kinds[n])]
+    hint = f"the last complete save is {complete[-1]}; open it by its own path" if complete else "no complete save is there"
     if name in kinds:
-        return kinds[name]
+        absent = lacking(kinds[name]) if kinds[name].kind == CORE else ""
+        why = f"{TRACKER} names {name}, in which {absent}: its save did not finish; {hint}"
+        return replace(kinds[name], why=why) if absent else kinds[name]
     if not saves and any(n == "latest" or n.startswith("global_step") for n in listed):
         return None  # Megatron-DeepSpeed keeps this tracker beside DeepSpeed's folders
     if not listed:
         return _iteration(folder.inside(name), [], name)
     what = "holds no checkpoint" if name in saves else "is not there"
-    complete = [n for n in sorted(kinds) if not lacking(kinds[n])]
-    hint = f"the last complete save is {complete[-1]}; open it by its own path" if complete else "no complete save is there"
     return Save(kind, folder, name, f"{TRACKER} names {name}, which {what}: its save did not finish, or it was moved; {hint}")
 
 
@@ -212,3 +214,37 @@ def config_of(args: Mapping[str, Any]) -> dict[str, Any] | None:
     if found["vocab_size"] and padded and found["vocab_size"] > padded:
         found["vocab_size"] = None
     return {name: value for name, value in found.items() if value is not None}
+
+
+def layers_of(args: Mapping[str, Any], pp: int, virtual: int) -> dict[tuple[int, int], int] | None:
+    """Return how many layers `args` say that chunk `v` of stage `p` has; None where they do not say it plainly."""
+    layers = number(args, "num_layers")
+    if layers is None or args.get("pipeline_model_parallel_layout") is not None:
+        return None
+    first, last = number(args, "decoder_first_pipeline_num_layers"), number(args, "decoder_last_pipeline_num_layers")
+    embedding = args.get("account_for_embedding_in_pipeline_split") is True
+    loss = args.get("account_for_loss_in_pipeline_split") is True
+    even = pp - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0) + embedding + loss
+    if even < 0 or (even and rest % even) or (not even and rest):
+        return None
+    stages = [rest // even if even else 0] * pp
+    stages[0] = first or stages[0]
+    stages[-1] = last or stages[-1]
+    if any(n % virtual for n in stages):
+        return None
+    found = {(v, p): stages[p] // virtual for v in range(virtual) for p in range(pp)}
+    found[0, 0] -= embedding
+    found[virtual - 1, pp - 1] -= loss
+    return found
+
+
+def bucket_limit(args: Mapping[str, Any], p: int, v: int) -> int | None:
+    """Return the elements at which the distributed optimizer closes a bucket; None where it has one.
+
+    Only chunk 0 of stage 0 has several, and only where gradients are reduced while others are computed.
+    """
+    if args.get("overlap_grad_reduce") is not True or p or v:
+        return None
+    replicas = (number(args, "data_parallel_size", 1) or 1) * (number(args, "context_parallel_size", 1) or 1)
+    return number(args, "ddp_bucket_size") or max(40_000_000, 1_000_000 * replicas)

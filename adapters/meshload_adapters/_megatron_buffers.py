@@ -84,8 +84,6 @@ def _candidates(sizes: Sequence[int], limit: int | None, alone: Collection[int])
 
 # --- module order -----------------------------------------------------------------------------------------------------
 
-_LAST = 1 << 30
-
 _MODULES = (
     *("input_layernorm", "self_attention", "core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm"),
     *("pre_mlp_layernorm", "mlp", "router", "experts", "local_experts", "shared_experts", "linear_fc1", "linear_fc2"),
@@ -124,11 +122,46 @@ def _key(name: str) -> tuple[tuple[int, int], ...] | None:
             key.append((_MODULES.index(module), 0))
         else:
             return None
-    numbered = re.fullmatch(r"(weight)(\d*)", parameter)
-    if numbered and numbered[2]:
-        key.append((_PARAMETERS.index("weight"), int(numbered[2])))
-    elif parameter in _PARAMETERS:
-        key.append((_PARAMETERS.index(parameter), 0))
+    kind, count = parameter, 0
+    if numbered := re.fullmatch(r"weight(\d+)", parameter):
+        kind, count = "weight", int(numbered[1])
+    if kind not in _PARAMETERS:
+        return None
+    return (*key, (_PARAMETERS.index(kind) - len(_PARAMETERS), count))  # a module's own come before those of its modules
+
+
+def spelled_by(implementation: str, names: Iterable[str], *, is_grouped: bool, is_legacy_grouped: bool) -> dict[str, str] | None:
+    """Return the names that a stage's parameters have in the layer spec that was run, to the names that they have here.
+
+    Experts that lie in one array, `GroupedMLP`, come as `...experts.weight1` to the `linear_fc1` of expert 0. None where the
+    spec is not known.
+    """
+    there = list(names)
+    if implementation == "local":
+        fused, grouping = False, "arrays" if is_grouped else ""
+    elif implementation == "transformer_engine":
+        fused, grouping = True, ("arrays" if is_legacy_grouped else "numbers") if is_grouped else ""
     else:
         return None
-    return tuple(key)
+    sparse = {match[1] for n in there if (match := re.match(r"(decoder\.layers\.\d+\.)mlp\.router\.", n))}
+    found: dict[str, str] = {}
+    for name in there:
+        text = name
+        layer = re.match(r"decoder\.layers\.\d+\.", name)
+        if fused and layer:
+            text = re.sub(r"\.input_layernorm\.(weight|bias)$", r".self_attention.linear_qkv.layer_norm_\1", text)
+            if layer[0] not in sparse:
+                text = re.sub(r"\.pre_mlp_layernorm\.(weight|bias)$", r".mlp.linear_fc1.layer_norm_\1", text)
+        expert = re.fullmatch(r"(.+\.mlp\.experts\.)local_experts\.(\d+)\.linear_fc([12])\.(weight|bias)", text)
+        if expert and grouping == "numbers":
+            if expert[4] == "bias":
+                return None  # whether they lie among the weights or behind them differs between versions
+            text = f"{expert[1]}linear_fc{expert[3]}.weight{expert[2]}"
+        elif expert and grouping == "arrays":
+            if expert[4] == "bias":
+                return None
+            if expert[2] != "0":
+                continue
+            text = f"{expert[1]}weight{expert[3]}"
+        found[text] = name
+    return found

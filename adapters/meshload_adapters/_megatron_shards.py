@@ -15,10 +15,11 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshload.array import Array
 from meshload.box import Shape
-from meshload.pieces import table
+from meshload.pieces import Pieces, table, union
 
 WHOLE, ROWS, COLUMNS, GATED, QKV, UNKNOWN = "whole", "rows", "columns", "gated", "qkv", "unknown"
 """What a rank has of an array: all of it, a part of dim 0 or of dim 1, both halves' parts, or what no rule says."""
@@ -57,7 +58,16 @@ _EXPERTS = (
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
-_ROWS = {"word_embeddings", "output_layer", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_q", "linear_kv", "eh_proj"}
+_ROWS = {
+    "word_embeddings",
+    "output_layer",
+    "linear_q_proj",
+    "linear_q_up_proj",
+    "linear_kv_up_proj",
+    "linear_q",
+    "linear_kv",
+    "eh_proj",
+}
 
 _COLUMNS = {"linear_proj", "linear_fc2"}
 
@@ -130,7 +140,9 @@ def grouped(name: str, shard: Shard, count: int) -> list[tuple[str, Shard]] | No
     return [
         (
             f"{stem}.local_experts.{k}.{linear}.weight",
-            Shard(shard.source, shard.offset + k * inputs * outputs * width, (outputs, inputs), (width, outputs * width), shard.dtype),
+            Shard(
+                shard.source, shard.offset + k * inputs * outputs * width, (outputs, inputs), (width, outputs * width), shard.dtype
+            ),
         )
         for k in range(count)
     ]
@@ -161,8 +173,7 @@ def rows_of(shard: Shard, cut: str, at: int, count: int, fusion: Fusion) -> tupl
     if cut == WHOLE:
         return shape, iter(((shard.source, shard.offset, (0,) * len(shape), shape, shard.strides),))
     if cut == COLUMNS:
-        start = (0, at * shape[1])
-        return (shape[0], shape[1] * count), iter(((shard.source, shard.offset, start, shape, shard.strides),))
+        return (shape[0], shape[1] * count), iter(((shard.source, shard.offset, (0, at * shape[1]), shape, shard.strides),))
     whole = (shape[0] * count, *shape[1:])
     if cut == GATED and fusion.interleave:
         return whole, _taken(shard, _interleaved(shape[0], at, count, fusion.interleave))
@@ -217,6 +228,8 @@ def misfit(shard: Shard, cut: str, count: int, fusion: Fusion) -> str:
         return "a shard has no dims, rows were expected"
     if cut == UNKNOWN and count > 1:
         return "how tensor-parallel ranks share it is not known; its module is none that this format knows"
+    if cut == GATED and fusion.gated is None and count > 1:
+        return "whether it is a gate over an up projection is not in args (swiglu); open it with the format's option gated="
     if cut == GATED and count > 1 and shape[0] % 2:
         return f"a rank has {shape[0]} rows of gate over up, which are no two halves"
     if cut == GATED and fusion.interleave and shape[0] % (2 * fusion.interleave):
@@ -255,7 +268,7 @@ class Joined:
     def add(self, name: str, shard: Shard, cut: str, at: int, count: int, fusion: Fusion) -> None:
         """Add what rank `at` of `count` has of an array; what does not fit makes it unavailable."""
         if cut == GATED and not fusion.gated:
-            cut = ROWS if fusion.gated is False or count == 1 else UNKNOWN
+            cut = ROWS if fusion.gated is False or count == 1 else GATED
         why = misfit(shard, cut, count, fusion)
         if why:
             self.unavailable.setdefault(name, why)
@@ -286,6 +299,19 @@ class Joined:
         }
 
 
+def misgated(arrays: Mapping[str, Array], gated: bool) -> dict[str, str]:
+    """Return the `linear_fc1` whose rows are not those that `linear_fc2` and its being gated give, with the numbers."""
+    found = {}
+    for name, array in arrays.items():
+        if name.endswith(".linear_fc1.weight"):
+            other = arrays.get(name.replace(".linear_fc1.", ".linear_fc2."))
+            expected = other.shape[-1] * (2 if gated else 1) if other is not None else array.shape[0]
+            if array.shape[0] != expected:
+                what = "a gate over an up projection" if gated else "no gate"
+                found[name] = f"it has {array.shape[0]} rows; linear_fc2 and args (swiglu: {what}) give {expected}"
+    return found
+
+
 def uncovered(array: Array) -> bool:
     """Say whether elements of an array are stored nowhere: its different boxes, none of which overlap, do not add up."""
     boxes = np.unique(np.concatenate([array.pieces.start, array.pieces.shape], axis=1), axis=0)
@@ -296,3 +322,97 @@ def uncovered(array: Array) -> bool:
 def parameters(names: Mapping[str, Any]) -> list[str]:
     """Return the names of the parameters among those of a state dict, in their order: buffers are left out."""
     return [n for n in names if not n.endswith((".expert_bias", ".inv_freq", ".local_tokens_per_expert", "_extra_state"))]
+
+
+# --- joining what lies in flat buffers --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A parameter in a rank's flat buffer: which array it is a part of, and which."""
+
+    name: str
+    cut: str
+    at: int
+    count: int
+    shape: Shape
+    """On the rank; reversed where it is `transposed`, as `GroupedMLP` keeps experts."""
+    transposed: bool = False
+
+
+def join_runs(parts: Sequence[Part], runs: Pieces, dtype: np.dtype[Any], fusion: Fusion) -> dict[str, Array]:
+    """Join runs of elements to arrays. `runs` has two dims: the part's number, with extent 1, and the element in the part.
+
+    There may be 100,000 parts, so those that are cut alike are laid out together.
+    """
+    alike: dict[tuple[Any, ...], int] = {}
+    kinds = [alike.setdefault((p.cut, p.count, p.shape, p.transposed), len(alike)) for p in parts]
+    kind_of, at_of = np.asarray(kinds, np.int64), np.asarray([p.at for p in parts], np.int64)
+    kind_of_row = kind_of[runs.start[:, 0]]
+    wholes: dict[int, Shape] = {}
+    by_ndim: dict[int, list[Pieces]] = {}
+    for (cut, count, shape, transposed), kind in alike.items():
+        pieces = runs.take(kind_of_row == kind).split(1, shape)
+        if transposed:
+            pieces, shape = pieces.transpose([0, *range(pieces.ndim - 1, 0, -1)]), tuple(reversed(shape))
+        wholes[kind], laid = _laid(pieces, cut, count, shape, at_of, fusion)
+        by_ndim.setdefault(pieces.ndim, []).append(laid)
+    number: dict[str, int] = {}
+    name_of = np.asarray([number.setdefault(p.name, len(number)) for p in parts], np.int64)
+    shape_of = {p.name: wholes[kind] for p, kind in zip(parts, kinds, strict=True)}
+    found: dict[str, Array] = {}
+    for tables in by_ndim.values():
+        pieces = union(tables)
+        names = name_of[pieces.start[:, 0]]
+        order = np.lexsort((pieces.start[:, 0], names))
+        bounds = np.searchsorted(names[order], np.arange(len(number) + 1)).tolist()
+        pieces = pieces.take(order)
+        pieces = Pieces(
+            pieces.sources, pieces.source, pieces.offset, pieces.start[:, 1:], pieces.shape[:, 1:], pieces.strides[:, 1:]
+        )
+        for name, n in number.items():
+            if bounds[n] < bounds[n + 1]:
+                found[name] = Array(name, dtype, shape_of[name], pieces.take(slice(bounds[n], bounds[n + 1])))
+    return {name: found[name] for name in number if name in found}
+
+
+def _laid(pieces: Pieces, cut: str, count: int, shape: Shape, at_of: NDArray[np.int64], fusion: Fusion) -> tuple[Shape, Pieces]:
+    """Return the whole shape, and pieces of shards moved to where they are in it."""
+
+    def moved(some: Pieces, dim: int, step: int, first: int = 0) -> Pieces:
+        start = some.start.copy()
+        start[:, 1 + dim] += first + at_of[some.start[:, 0]] * step
+        return Pieces(some.sources, some.source, some.offset, start, some.shape, some.strides)
+
+    if cut == WHOLE:
+        return shape, pieces
+    if cut == COLUMNS:
+        return (shape[0], shape[1] * count), moved(pieces, 1, shape[1])
+    whole = (shape[0] * count, *shape[1:])
+    if cut == GATED and fusion.gated and count > 1:
+        half = shape[0] // 2
+        halves = (pieces.narrow(1, i * half, (i + 1) * half) for i in range(2))
+        return whole, union([moved(h, 0, half, i * count * half) for i, h in enumerate(halves)])
+    return whole, moved(pieces, 0, shape[0])
+
+
+def cut_runs(pieces: Pieces, starts: Sequence[int], sizes: Sequence[int], numbers: Sequence[int], itemsize: int) -> Pieces:
+    """Cut the rows of a flat buffer at its parameters: rows of two dims, the parameter's number, and the element in it.
+
+    `starts` ascend. Elements between parameters are left out.
+    """
+    low, high = np.asarray(starts, np.int64), np.asarray(starts, np.int64) + np.asarray(sizes, np.int64)
+    begin, end = pieces.start[:, 0], pieces.stop[:, 0]
+    one, last = np.searchsorted(high, begin, side="right"), np.searchsorted(low, end, side="left")
+    counts = np.maximum(last - one, 0)
+    rows = np.repeat(np.arange(len(pieces)), counts)
+    which = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + one[rows]
+    start, stop = np.maximum(begin[rows], low[which]), np.minimum(end[rows], high[which])
+    return table(
+        pieces.sources,
+        pieces.source[rows],
+        pieces.offset[rows] + (start - begin[rows]) * pieces.strides[rows, 0],
+        np.stack([np.asarray(numbers, np.int64)[which], start - low[which]], axis=1),
+        np.stack([np.ones_like(which), stop - start], axis=1),
+        np.stack([np.zeros_like(which), np.full_like(which, itemsize)], axis=1),
+    )

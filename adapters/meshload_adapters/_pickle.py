@@ -94,14 +94,27 @@ Known = Mapping[tuple[str, str], Callable[..., Any]]
 
 Persistent = Callable[[Any], Any]
 
+Shortcut = Callable[[Global, bytes, int, dict[int, Any]], "tuple[list[Any], int] | None"]
+"""Reads many objects of a class at once. It is asked where one of them is made without arguments, with the class, the pickle, the
+place behind that opcode, and the memo. It returns what the opcodes up to another place leave on the stack, and that place, and
+has added to the memo what they add; or None, and the machine goes on itself."""
 
-def unpickle(data: bytes | memoryview, *, persistent: Persistent | None = None, known: Known = _NONE, name: str = "pickle") -> Any:
+
+def unpickle(
+    data: bytes | memoryview,
+    *,
+    persistent: Persistent | None = None,
+    known: Known = _NONE,
+    shortcuts: Mapping[tuple[str, str], Shortcut] = _NONE,
+    name: str = "pickle",
+) -> Any:
     """Return the object of a pickle that fills `data`; `persistent` gives the object of a persistent id.
 
     >>> unpickle(b"cos\\nsystem\\n(S'true'\\ntR.")
     Record(module='os', name='system', args=('true',), kwargs=mappingproxy({}), state=None, items=(), entries=mappingproxy({}))
     """
     machine = _Machine(bytes(data), persistent, known, name)
+    machine.shortcuts = shortcuts
     found = machine.run()
     if machine.at != len(data):
         raise FormatError(f"{name}: the pickle ends at byte {machine.at}, but {len(data)} are there")
@@ -173,11 +186,12 @@ _MISTAKES = (TypeError, ValueError, KeyError, IndexError, AttributeError, Overfl
 class _Machine:
     """A stack, a memo and a place in the pickle."""
 
-    __slots__ = ("at", "data", "known", "marks", "memo", "name", "persistent", "stack")
+    __slots__ = ("at", "data", "known", "marks", "memo", "name", "persistent", "shortcuts", "stack")
 
     def __init__(self, data: bytes, persistent: Persistent | None, known: Known, name: str) -> None:
         self.data, self.persistent, self.name = data, persistent, name
         self.known: Known = {**HARMLESS, **known}
+        self.shortcuts: Mapping[tuple[str, str], Shortcut] = _NONE
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -636,6 +650,18 @@ def _reduce(machine: _Machine, at: int) -> int:
     return at
 
 
+def _newobj(machine: _Machine, at: int) -> int:
+    """Make an instance from a class and the arguments of its __new__."""
+    if machine.shortcuts and machine.stack[-1] == () and type(machine.stack[-2]) is Global:
+        kind = machine.stack[-2]
+        shortcut = machine.shortcuts.get((kind.module, kind.name))
+        found = shortcut(kind, machine.data, at, machine.memo) if shortcut else None
+        if found is not None:
+            machine.stack[-2:] = found[0]
+            return found[1]
+    return _reduce(machine, at)
+
+
 def _newobj_ex(machine: _Machine, at: int) -> int:
     kwargs, args = machine.stack.pop(), machine.stack.pop()
     if type(kwargs) is not dict:
@@ -733,7 +759,7 @@ _NAMED: dict[bytes, Callable[[_Machine, int], int]] = {
     b"B": _counted(_U32, bytes),
     b"C": _counted(struct.Struct("B"), bytes),
     b"\x80": _proto,
-    b"\x81": _reduce,  # NEWOBJ: a class and the arguments of its __new__
+    b"\x81": _newobj,
     b"\x82": _refused("a class is named by an extension code, which only its writer knows"),
     b"\x83": _refused("a class is named by an extension code, which only its writer knows"),
     b"\x84": _refused("a class is named by an extension code, which only its writer knows"),

@@ -38,7 +38,7 @@ from meshload.array import Array
 from meshload.box import Shape
 from meshload.errors import FormatError
 from meshload.pieces import empty, table
-from meshload.source import ByteSource, read_bytes
+from meshload.source import Bytes, ByteSource, read_bytes
 
 from ._pickle import Global, Known, Record, unpickle, unpickle_at
 
@@ -49,7 +49,7 @@ LEGACY_PROTOCOL = 1001
 HEADERS_AT_ONCE = 16
 
 NETWORK = 1 << 14
-"""A source that rather reads so many bytes than skips them answers slowly: small reads go at once."""
+"""A source that rather reads so many bytes than skips them answers slowly: few reads, and small ones at once."""
 
 MAX_NDIM = 32
 """NumPy 1 has no arrays of more dims."""
@@ -181,15 +181,16 @@ class TorchFile:
         stop = source.size if stop is None else stop
         if not 0 <= start <= stop <= source.size:
             raise FormatError(f"{source.name}: a torch file is said to be at bytes {start} to {stop} of {source.size}")
-        head = read_bytes(source, start, min(stop, start + 32))
+        near = _Ends.of(source, start, stop) if source.gap >= NETWORK else source
+        head = read_bytes(near, start, min(stop, start + 32))
         kind = container_of(head)
         makers = {**_REBUILD, **(known or {})}
         if kind == "zip":
-            root, extents = _open_zip(source, start, stop, makers)
+            root, extents = _open_zip(near, start, stop, makers)
         elif kind == "legacy":
-            root, extents = _open_legacy(source, start, stop, makers)
+            root, extents = _open_legacy(near, start, stop, makers)
         else:
-            raise FormatError(f"{source.name}: {_what_else(source, start, stop, head)}")
+            raise FormatError(f"{source.name}: {_what_else(near, start, stop, head)}")
         return TorchFile(source, kind, root, extents, (source,))
 
     def refusal(self, tensor: Tensor) -> str:
@@ -220,6 +221,46 @@ class TorchFile:
         offset = self.extents[tensor.key][0] + tensor.offset
         pieces = table(self.sources, [0], [offset], [(0,) * ndim], [tensor.shape], [tensor.strides])
         return Array(name, dtype, tensor.shape, pieces, stored)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ends:
+    """A source that answers slowly, with the ends of a file in it at hand: there lie the pickle and the zip's directory."""
+
+    source: ByteSource
+    start: int
+    head: bytes
+    stop: int
+    tail: bytes
+
+    @staticmethod
+    def of(source: ByteSource, start: int, stop: int) -> _Ends:
+        head = read_bytes(source, start, min(stop, start + source.gap))
+        reach = min(source.gap, stop - start - len(head))
+        return _Ends(source, start, head, stop, read_bytes(source, stop - reach, stop) if reach else head)
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def unit(self) -> int:
+        return self.source.unit
+
+    @property
+    def size(self) -> int:
+        return self.source.size
+
+    @property
+    def gap(self) -> int:
+        return self.source.gap
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        for begin, held in ((self.start, self.head), (self.stop - len(self.tail), self.tail)):
+            if begin <= start and start + len(out) <= begin + len(held):
+                out[:] = np.frombuffer(held, np.uint8, len(out), start - begin)
+                return
+        self.source.read_into(start, out)
 
 
 def container_of(head: bytes) -> str | None:
@@ -303,8 +344,8 @@ def _mapped(source: ByteSource, function: Callable[[Any], Any], items: Iterable[
 def _directory(source: ByteSource, start: int, stop: int) -> dict[bytes, _Member]:
     """Read the directory of a zip: its members by name. Offsets in it count from the zip's start."""
     begin, size, count = _directory_extent(source, start, stop)
-    if size < count * _CENTRAL.size:
-        raise FormatError(f"{source.name}: a zip directory of {size} bytes cannot list {count} members")
+    if not 1 <= count <= size // _CENTRAL.size:
+        raise FormatError(f"{source.name}: a zip directory of {size} bytes is said to list {count} members")
     raw = read_bytes(source, begin, begin + size)
     listed: list[tuple[int, bytes, int, int, int]] = []
     at = 0
@@ -322,6 +363,8 @@ def _directory(source: ByteSource, start: int, stop: int) -> dict[bytes, _Member
             raise FormatError(f"{source.name}: member {name.decode(errors='replace')!r} is encrypted")
         listed.append((offset, name, nbytes, packed, method))
         at += n + extra + comment
+    if at != size:
+        raise FormatError(f"{source.name}: the zip directory has {size} bytes, its {count} members take {at}")
     return _checked_members(sorted(listed), start, begin, source.name)
 
 
@@ -472,11 +515,8 @@ def _persistent(storages: dict[str, Storage]) -> Callable[[Any], Any]:
         if type(key) is not str or not _is_size(count):
             raise FormatError(f"a storage has the key {_short(key)} and {_short(count)} elements")
         storage = Storage(key, STORAGES[kind.name], count)
-        if view and view[0] is not None:
-            storage = _viewed(storage, view[0])
-        else:
-            storages.setdefault(key, storage)
-        return storage
+        storages.setdefault(key, storage)
+        return _viewed(storage, view[0]) if view and view[0] is not None else storage
 
     return made
 

@@ -2,8 +2,8 @@
 
 Values mean what YAML 1.1 says (https://yaml.org/spec/1.1/), as PyYAML reads them: `yes` is true, `1.0e-06` a number, `0.4.0` text.
 Plain and quoted scalars may go on over lines, `{}` and `[]` are empty, `&id001` and `*id001` are the same list or mapping again.
-What the writer does not write is refused by name and line: tags, literal blocks, filled flow collections, complex and repeated keys.
-Dates stay text.
+What the writer does not write is refused by name and line: tags, literal blocks, filled flow collections, complex keys, keys that
+stand twice. Dates stay text, and keys do.
 """
 
 from __future__ import annotations
@@ -16,17 +16,28 @@ from meshload.errors import FormatError
 DEEPEST = 60
 """Real ones have about ten levels."""
 
-_KEY = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^']|'')*'|(?:[^\s"'#&*!|>%@`{}\[\],?:-]|[?:-](?=\S))(?:[^:#]|:(?=\S)|(?<=\S)\#)*?)\s*:(?=\s|$)""")
+MOST = 5_000_000
+"""Values, those behind aliases counted again: a few nested aliases can stand for more than any memory holds."""
+
+LONGEST = 1000
+"""Lines of one text."""
+
+_QUOTED_KEY = r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^']|'')*')[ ]*"""
+_PLAIN_KEY = r"""(?:[^\s"'#&*!|>%@`{}\[\],?:-]|[?:-](?=\S))(?:[^:#]|:(?=\S)|(?<=\S)\#)*?"""
+_KEY = re.compile(rf"(?:{_QUOTED_KEY}|{_PLAIN_KEY}):(?=\s|$)")
+_COLON = re.compile(r":(?=\s|$)")
 _SIMPLE = re.compile(r"( *)([A-Za-z_][\w./-]*): ([A-Za-z_][\w./-]*)$")
 _INT = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|0|[1-9][0-9_]*)$")
-_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$")
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+)
 _ODD_BREAK = re.compile("[\x85\u2028\u2029]")
 _WORDS: dict[str, Any] = {
     **{word: None for null in ("null", "Null", "NULL") for word in (null, "~", "")},
     **{w: True for word in ("yes", "true", "on") for w in (word, word.capitalize(), word.upper())},
     **{w: False for word in ("no", "false", "off") for w in (word, word.capitalize(), word.upper())},
 }
-_ESCAPES = dict(zip("0abt\tnvfre \"\\/N_LP", "\0\a\b\t\t\n\v\f\r\x1b \"\\/\x85\xa0\u2028\u2029", strict=True))
+_ESCAPES = dict(zip('0abt\tnvfre "\\/N_LP', '\0\a\b\t\t\n\v\f\r\x1b "\\/\x85\xa0\u2028\u2029', strict=True))
 _REFUSED = {
     "!": "a tag",
     "|": "a literal block",
@@ -60,9 +71,11 @@ class _Reader:
         self.what = what
         self.lines = text.replace("\r\n", "\n").split("\n")
         self.at = 0
-        self.anchors: dict[str, Any] = {}
+        self.anchors: dict[str, tuple[Any, int]] = {}
+        """Name -> the value, and how many values it holds."""
+        self.count = 0
         for number, line in enumerate(self.lines):
-            if not line.isascii() and _ODD_BREAK.search(line) or "\r" in line:
+            if "\r" in line or (not line.isascii() and _ODD_BREAK.search(line)):
                 self.at = number
                 self.refuse("a line break other than \\n")
         if self.lines and self.lines[0].rstrip() == "---":
@@ -103,8 +116,8 @@ class _Reader:
         self.at += 1
         return self.value(bare, indent - 1, depth)
 
-    def mapping(self, indent: int, depth: int, into: dict[str, Any] | None = None) -> dict[str, Any]:
-        found: dict[str, Any] = {} if into is None else into
+    def mapping(self, indent: int, depth: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
         while self.ahead() == indent:
             line = self.lines[self.at]
             quick = _SIMPLE.match(line)
@@ -119,7 +132,7 @@ class _Reader:
                     break
                 key = self._key(match[0][:-1].rstrip())
                 self.at += 1
-                value = self.value(line[match.end() :].strip(), indent, depth)
+                value = self.value(line[match.end() :].strip(), indent, depth, items=indent)
             if key in found:
                 self.at -= 1
                 self.refuse(f"the key {key!r} a second time")
@@ -136,8 +149,8 @@ class _Reader:
             return self._unquoted(text)
         return text
 
-    def sequence(self, indent: int, depth: int, into: list[Any] | None = None) -> list[Any]:
-        found: list[Any] = [] if into is None else into
+    def sequence(self, indent: int, depth: int) -> list[Any]:
+        found: list[Any] = []
         while self.ahead() == indent:
             line = self.lines[self.at]
             if not _is_item(line[indent:]):
@@ -152,56 +165,50 @@ class _Reader:
                 found.append(self.value(bare, indent, depth))
         return found
 
-    def value(self, text: str, indent: int, depth: int) -> Any:
-        """Read a value that begins with `text`, behind a key or dash at `indent`; the lines behind it are still ahead."""
+    def value(self, text: str, indent: int, depth: int, items: int | None = None) -> Any:
+        """Read a value that begins with `text`, behind a key or dash at `indent`; the lines behind it are still ahead.
+
+        A collection on those lines is more indented, but a sequence below a key may begin at `items`.
+        """
         name, text = _named(text)
-        if not text or text[0] == "#":
-            return self._below(name, indent, depth)
-        if text[0] == "*":
-            if text[1:] not in self.anchors:
-                self.refuse_last(f"{text}, which no anchor names")
-            return self.anchors[text[1:]]
-        found: Any
-        if text in ("{}", "[]"):
-            found = {} if text == "{}" else []
-        elif text[0] in "\"'":
-            found = self._unquoted(self._whole_quoted(text))
-        elif text[0] in _REFUSED:
-            self.refuse_last(f"{_REFUSED[text[0]]} ({text[:20]})")
-        else:
-            found = resolved(self._whole_plain(text, indent))
+        before = self.count
+        found = self._alias(text[1:]) if text[:1] == "*" else self._unnamed(text, indent, depth, items)
+        self.count += 1
+        if self.count > MOST:
+            self.refuse_last(f"more than {MOST} values")
         if name:
-            self.anchors[name] = found
+            self.anchors[name] = found, self.count - before
         return found
+
+    def _alias(self, name: str) -> Any:
+        if name not in self.anchors:
+            self.refuse_last(f"*{name}, which no value before it is named")
+        found, count = self.anchors[name]
+        self.count += count
+        return found
+
+    def _unnamed(self, text: str, indent: int, depth: int, items: int | None) -> Any:
+        if not text or text[0] == "#":
+            below = self.ahead()
+            is_at = below is not None and below == items and _is_item(self.lines[self.at][below:])
+            return self.node(indent if is_at else indent + 1, depth + 1)
+        if text in ("{}", "[]"):
+            return {} if text == "{}" else []
+        if text[0] in "\"'":
+            return self._unquoted(self._whole_quoted(text))
+        if text[0] in _REFUSED:
+            self.refuse_last(f"{_REFUSED[text[0]]} ({text[:20]})")
+        return resolved(self._whole_plain(text, indent))
 
     def refuse_last(self, found: str) -> NoReturn:
         self.at -= 1
         self.refuse(found)
 
-    def _below(self, name: str, indent: int, depth: int) -> Any:
-        """Read a collection on the lines below its key; a sequence may be as little indented as the key is."""
-        below = self.ahead()
-        if below is None:
-            return None
-        bare = self.lines[self.at][below:]
-        collection: dict[str, Any] | list[Any] | None = None
-        if _is_item(bare) and below >= max(indent, 0):
-            collection = []
-        elif below > indent and _KEY.match(bare):
-            collection = {}
-        if collection is None:
-            return self.node(indent + 1, depth + 1)
-        if depth > DEEPEST:
-            self.refuse(f"more than {DEEPEST} levels")
-        if name:
-            self.anchors[name] = collection
-        if isinstance(collection, list):
-            return self.sequence(below, depth + 1, collection)
-        return self.mapping(below, depth + 1, collection)
-
     def _whole_plain(self, text: str, indent: int) -> str:
         """Join a plain scalar with the more indented lines that go on with it."""
         found = _uncommented(text)
+        if _COLON.search(found):
+            self.refuse_last("a colon in the midst of a text")
         if found != text:
             return found
         breaks = 0
@@ -211,8 +218,8 @@ class _Reader:
             if bare and (len(line) - len(line.lstrip(" ")) <= indent or bare[0] == "#"):
                 break
             if bare:
-                if _KEY.match(bare) or _is_item(bare):
-                    self.refuse("a key or a dash in the midst of a text")
+                if _COLON.search(bare):
+                    self.refuse("a colon in the midst of a text")
                 found += ("\n" * breaks or " ") + bare
             breaks = 0 if bare else breaks + 1
             self.at += 1
@@ -225,6 +232,8 @@ class _Reader:
             if self.at == len(self.lines):
                 self.at = begun
                 self.refuse_last("a quote that is never closed")
+            if self.at - begun > LONGEST:
+                self.refuse_last(f"a text of more than {LONGEST} lines")
             bare = self.lines[self.at].strip(" \t")
             self.at += 1
             if not bare:

@@ -1,0 +1,433 @@
+"""torch.distributed.checkpoint (DCP): what FSDP, tensor-parallel and plain torch models are saved with; needs no torch.
+
+```
+step-1000/                     the checkpoint; programs keep one such folder per step (torchtitan: `step-N`)
+  .metadata                    one pickle, written last, to `.metadata.tmp`, and renamed: without it the save is not finished
+  __{rank}_{n}.distcp          data files, n per writer thread
+  __{rank}.metadata            in place of `.metadata`, where ranks saved without coordination
+```
+
+`_distcp.py` tells how these files are laid out. Only data files that `.metadata` names belong to the checkpoint: a save into an
+old folder leaves those of more ranks behind. `async_save` writes the same. Saves by `HuggingFaceStorageWriter` are safetensors
+(`hf.py`), those with Megatron-Core's `metadata.json` or `common.pt` are Megatron's.
+
+**Names.** The dict that was saved is flattened, its keys joined by dots: `model.<fqn>`, or torchtitan's model keys at the top.
+Native names are these keys, less the optimizer's state, the counters, and what is no tensor; stored names are all that are
+tensors. A chunk has its place in the whole tensor, whatever wrote it: FSDP1, FSDP2, HSDP, tensor parallelism and both in one dim
+(strided shards, whose chunks are in no rank's order) read alike. Tied weights are stored under every name.
+
+**Optimizer state** stands under `<root>.state`, where `<root>.param_groups` is there too (`optim`, torchtitan's `optimizer`, or
+nothing), in three forms:
+
+    state.<fqn>.<field>                 get_optimizer_state_dict, nested or flattened; param_groups.0.lr, or param_groups.<fqn>.lr
+    state.<number>.<field>              optimizer.state_dict(): numbers have names only where param_groups.<i>.param_names are there
+
+Fields with the weight's shape are in `optimizer["exp_avg"]` and so on, by the native name of the weight, whether the weight is
+frozen by now or not; `momentum_buffer` is called `momentum`. Numbers (`step`) are in `meta["scalars"]`, lazy; other fields stay
+ordinary arrays, and so do those whose weight is not told. `<fqn>` lacks the key under which the model was saved: it is the one
+under which the most of the names are found, `model` or none where several do.
+
+`meta["objects"]` reads what is no tensor when it is asked for, and inertly: learning rates, schedulers, torchtitan's
+`dataloader` (a pickle within, given as bytes). Seen: torch 2.2 to 2.13.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshload.array import Array
+from meshload.checkpoint import Checkpoint, Problem
+from meshload.errors import FormatError, MeshloadError, MeshloadWarning, listing
+from meshload.source import Folder, LocalFolder, open_folder, read_bytes
+
+from .._distcp import Found, Listing, find_arrays, load_object, read_listing
+from .._json import parsed
+
+METADATA = ".metadata"
+SUFFIX = ".distcp"
+
+JSON_LIMIT = 16 << 20
+"""Real configs have a few KB."""
+
+KINDS = {"momentum_buffer": "momentum"}
+"""Fields of torch's optimizers that go by another name here."""
+
+WRAPPERS = frozenset({"_orig_mod", "_forward_module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"})
+"""What torch.compile, activation checkpointing and FSDP put into names; `get_optimizer_state_dict` leaves them out."""
+
+_RANK = re.compile(r"__(\d{1,9})\.metadata")
+_STEP = re.compile(r"(?:.*[-_.])?(\d{1,18})/")
+_GROUPS = re.compile(r"(?:^|\.)param_groups(?:\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class DCP:
+    """The format of torch.distributed.checkpoint."""
+
+    step: int | str | None = None
+    """Which step, in a folder of steps: its number or its folder's name; by default the last complete one."""
+    model: str | None = None
+    """The key under which the weights lie that the optimizer trained, where several models are in the checkpoint; `""`: none."""
+    name: str = field(default="dcp", init=False)
+    order: int = field(default=60, init=False)
+
+    def matches(self, folder: Folder) -> bool:
+        """Say whether there is a `.metadata` or a data file, here or in folders of steps; unfinished saves are recognised too."""
+        if folder.entry is not None:
+            return (_is_metadata(folder.entry) or folder.entry.endswith(SUFFIX)) and not _is_megatron(folder, folder.names())
+        names = folder.names()
+        return _is_checkpoint(folder, names) or bool(_steps(folder, names))
+
+    def open(self, folder: Folder) -> Checkpoint:
+        """Read `.metadata`. Data files that are missing or cut make their arrays unavailable, and the rest stays usable."""
+        meta: dict[str, Any] = {}
+        folder = self._chosen(folder, meta)
+        names = folder.names()
+        files = _metadata_files(folder, names)
+        if not files:
+            raise FormatError(_unfinished(folder, names))
+        listed = read_listing([folder.file(file) for file in files])
+        found = find_arrays(listed, folder)
+        objects = _Objects(listed, found)
+        sorted_out = _sort_out(listed, found.arrays, objects, self.model, folder.name)
+        config, problems = _config(folder)
+        meta |= {
+            **listed.about,
+            "metadata_files": tuple(files),
+            "unlisted": tuple(n for n in names if n.endswith(SUFFIX) and n not in found.sources),
+            "paths": listed.paths,
+            "objects": objects,
+            "scalars": sorted_out.scalars,
+        }
+
+        def stored() -> Checkpoint:
+            return replace(native, arrays=found.arrays, optimizer={}, names="stored", views={"native": lambda: native})
+
+        native: Checkpoint = Checkpoint(
+            sorted_out.arrays,
+            self.name,
+            optimizer=sorted_out.optimizer,
+            meta=meta,
+            config=config,
+            unavailable=found.unavailable,
+            problems=(*_problems(listed, found, files), *problems),
+            views={"stored": stored},
+        )
+        return native
+
+    def _chosen(self, folder: Folder, meta: dict[str, Any]) -> Folder:
+        """Return the folder of the checkpoint: the folder itself, or that of a step in it."""
+        if folder.entry is not None and folder.entry.endswith(SUFFIX):
+            raise FormatError(f"{folder.name}: one data file of a checkpoint; open its folder")
+        names = folder.names()
+        steps = {} if folder.entry is not None or _is_checkpoint(folder, names) else _steps(folder, names)
+        if not steps:
+            if self.step is not None:
+                raise FormatError(f"{folder.name}: there are no steps in this folder, so none is {self.step!r}")
+            return folder
+        if self.step is not None:
+            fitting = [name for name, number in steps.items() if self.step in (name, number)]
+            if len(fitting) != 1:
+                raise FormatError(f"{folder.name}: of the steps {listing(steps)}, {len(fitting)} are {self.step!r}")
+            name = fitting[0]
+        else:
+            name, meta["passed_over"] = _latest(folder, steps)
+        meta["step"] = steps[name]
+        return folder.inside(name)
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def _is_metadata(file: str) -> bool:
+    return file == METADATA or _RANK.fullmatch(file) is not None
+
+
+def _is_checkpoint(folder: Folder, names: Sequence[str]) -> bool:
+    """Say whether a folder is a checkpoint, finished or not."""
+    mine = any(_is_metadata(n) or n == f"{METADATA}.tmp" or n.endswith(SUFFIX) for n in names)
+    return (mine or (not names and folder.has(METADATA))) and not _is_megatron(folder, names)  # http cannot list
+
+
+def _is_megatron(folder: Folder, names: Sequence[str]) -> bool:
+    """Say whether Megatron-Core wrote the folder: in DCP's files, but with names and shapes of its own."""
+    there = [n for n in ("common.pt", "metadata.json") if n in names or (not names and folder.has(n))]
+    if "common.pt" in there:
+        return True
+    if "metadata.json" not in there:
+        return False
+    source = folder.file("metadata.json")
+    return b'"sharded_backend"' in read_bytes(source, 0, min(source.size, 4096))
+
+
+def _metadata_files(folder: Folder, names: Sequence[str]) -> list[str]:
+    """Return the files that list the tensors: the common one, or one per rank."""
+    if METADATA in names or (not names and folder.has(METADATA)):
+        return [METADATA]
+    return sorted((n for n in names if _RANK.fullmatch(n)), key=_rank)
+
+
+def _rank(file: str) -> int:
+    found = _RANK.fullmatch(file)
+    return int(found[1]) if found else -1
+
+
+def _steps(folder: Folder, names: Iterable[str]) -> dict[str, int]:
+    """Return the folders of steps, by ascending number; nothing where none of them holds a checkpoint."""
+    found = {n[:-1]: int(match[1]) for n in names if (match := _STEP.fullmatch(n))}
+    found = dict(sorted(found.items(), key=lambda item: item[1]))
+    mine = (name for name in reversed(found) if _is_checkpoint(inside := folder.inside(name), inside.names()))
+    return found if next(mine, None) is not None else {}
+
+
+def _latest(folder: Folder, steps: Mapping[str, int]) -> tuple[str, dict[str, str]]:
+    """Return the last complete step, and the later ones with what they lack."""
+    passed: dict[str, str] = {}
+    for name, number in reversed(list(steps.items())):
+        step = folder.inside(name)
+        names = step.names()
+        if not _metadata_files(step, names) or _is_megatron(step, names):
+            passed[name] = _lacks(names)
+            continue
+        same = [
+            n for n in steps if steps[n] == number and n != name and _metadata_files(inside := folder.inside(n), inside.names())
+        ]
+        if same:
+            raise FormatError(f"{folder.name}: {listing([name, *same])} are one step; choose with DCP(step=...)")
+        if passed:
+            said = listing(f"{n} ({why})" for n, why in passed.items())
+            _warn(f"{folder.name}: step {name} is opened, the last complete one; passed over: {said}")
+        return name, passed
+    raise FormatError(f"{folder.name}: no step is complete: {listing(f'{n}: {why}' for n, why in passed.items())}")
+
+
+def _lacks(names: Sequence[str]) -> str:
+    """Say what a folder without `.metadata` holds."""
+    data = [n for n in names if n.endswith(SUFFIX)]
+    if f"{METADATA}.tmp" in names:
+        return f"there is {METADATA}.tmp, but no {METADATA}, which is written last"
+    if data:
+        return f"there are {len(data)} data files ({listing(data, 3)}), but no {METADATA}, which is written last"
+    return f"there is no {METADATA}, but {listing(names, 5) or 'nothing'}"
+
+
+def _unfinished(folder: Folder, names: Sequence[str]) -> str:
+    beside = _around(folder)
+    whole = [n for n in _steps(beside, beside.names()) if _metadata_files(inside := beside.inside(n), inside.names())]
+    hint = f"the last complete step is {beside.inside(whole[-1]).name}" if whole else "there is no complete step beside it"
+    return f"{folder.name}: the save was not finished: {_lacks(names)}; {hint}"
+
+
+def _around(folder: Folder) -> Folder:
+    if isinstance(folder, LocalFolder):
+        return LocalFolder(folder.path.absolute().parent)
+    store = folder.kvstore.copy()
+    head = store.path.rstrip("/").rpartition("/")[0]
+    store.path = f"{head}/" if head else ""
+    return open_folder(store)
+
+
+def _config(folder: Folder) -> tuple[Mapping[str, Any] | None, tuple[Problem, ...]]:
+    """Return the model's config, where one lies beside the data."""
+    if not folder.has("config.json"):
+        return None, ()
+    source = folder.file("config.json")
+    try:
+        if source.size > JSON_LIMIT:
+            raise FormatError(f"config.json: has {source.size} bytes, at most {JSON_LIMIT} were expected")
+        return parsed(read_bytes(source), "config.json"), ()
+    except FormatError as error:
+        return None, (Problem(f"{error}; the model's config is not known", file="config.json"),)
+
+
+def _problems(listed: Listing, found: Found, files: Sequence[str]) -> Iterator[Problem]:
+    """Say what is wrong: each damaged file once, with its arrays; then what is wrong with others."""
+    held: dict[str, list[str]] = {file: [] for file in found.damage}
+    for name in found.unavailable:
+        mine = {place.file for _, place in listed.tensors[name].entries} & held.keys()
+        for file in mine:
+            held[file].append(name)
+        if not mine:
+            yield Problem(f"{name}: {found.unavailable[name]}", array=name)
+    for key, places in listed.objects.items():
+        for place in places:
+            if place.file in held:
+                held[place.file].append(key)
+    for file, names in held.items():
+        yield Problem(f"{file}: {found.damage[file]}; in it are {listing(names)}", file=file)
+    ranks = {_rank(file) for file in files}
+    lost = sorted(set(range(max(ranks) + 1)) - ranks)
+    if lost and files != [METADATA]:
+        yield Problem(f"of the ranks' metadata, {listing(f'__{r}{METADATA}' for r in lost)} are not there")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, MeshloadWarning, stacklevel=4)
+
+
+# --- what is no tensor ------------------------------------------------------------------------------------------------
+
+
+class _Objects(Mapping[str, Any]):
+    """What is no tensor, by its key, read when it is asked for; a list where every rank wrote its own."""
+
+    def __init__(self, listed: Listing, found: Found) -> None:
+        self._places = listed.objects
+        self._found = found
+
+    def __getitem__(self, key: str) -> Any:
+        values = []
+        for place in self._places[key]:
+            if place.file not in self._found.sources:
+                raise FormatError(f"{key}: it is in {place.file}: {self._found.damage[place.file]}")
+            values.append(load_object(self._found.sources[place.file], place, key))
+        return values[0] if len(values) == 1 else values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} objects, read when asked for: {listing(self, 5)}>"
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _SortedOut:
+    """The arrays under native names."""
+
+    arrays: dict[str, Array]
+    optimizer: dict[str, dict[str, Array]]
+    scalars: dict[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A tensor of an optimizer's state."""
+
+    key: str
+    weight: str
+    """The weight's name, as the optimizer has it."""
+    field: str
+
+
+def _sort_out(
+    listed: Listing, arrays: Mapping[str, Array], objects: Mapping[str, Any], model: str | None, folder: str
+) -> _SortedOut:
+    """Take the optimizers' state and the counters out of the arrays."""
+    roots = {key[: match.start()] for key in (*listed.tensors, *listed.objects) if (match := _GROUPS.search(key))}
+    stems = {root: f"{root}." if root else "" for root in sorted(roots)}
+    owner = {
+        key: root
+        for root, stem in stems.items()
+        for key in listed.tensors
+        if key.startswith((f"{stem}state.", f"{stem}param_groups."))
+    }
+    weights = [key for key in listed.tensors if key not in owner]
+    native = {_bare(name): name for name in weights}
+    placed: dict[str, tuple[str, str]] = {}
+    for root, stem in stems.items():
+        keys = [key for key in owner if owner[key] == root and key.startswith(f"{stem}state.")]
+        states = _states(keys, stem, listed, objects)
+        head = _head({_bare(s.weight) for s in states}, native, root, model, folder)
+        for state in states if head is not None else ():
+            weight = native.get(f"{head}{_bare(state.weight)}", f"{head}{state.weight}")
+            shape, known = listed.tensors[state.key].shape, listed.tensors.get(weight)
+            if shape == known.shape and state.field != "step" if known else shape:
+                placed[state.key] = KINDS.get(state.field, state.field), weight
+    found = _SortedOut({}, {}, {})
+    for key, array in arrays.items():
+        if key in placed:
+            kind, weight = placed[key]
+            found.optimizer.setdefault(kind, {})[weight] = array
+        elif not array.shape and (key in owner or key == "step" or listed.paths.get(key, (key,))[0] == "train_state"):
+            found.scalars[key] = array
+        else:
+            found.arrays[key] = array
+    return found
+
+
+def _bare(name: str) -> str:
+    """Return a name without wrappers."""
+    return ".".join(s for s in name.split(".") if s not in WRAPPERS) if "_" in name else name
+
+
+def _states(keys: Sequence[str], stem: str, listed: Listing, objects: Mapping[str, Any]) -> list[_State]:
+    """Split the keys of an optimizer's state into weight and field, as far as the checkpoint tells how."""
+    found = [_State(key, *_split(key, stem, listed.paths.get(key, ()))) for key in keys]
+    if not all(s.weight.isdecimal() for s in found):
+        return found
+    names = _names_of_numbers(stem, objects)
+    return [replace(s, weight=names[s.weight]) for s in found if s.weight in names]
+
+
+def _split(key: str, stem: str, path: Sequence[str | int]) -> tuple[str, str]:
+    """Return weight and field: by the path where it was nested, else at the last dot, as torch's own fields have none."""
+    for i, part in enumerate(path[:-2]):
+        if part == "state" and "".join(f"{p}." for p in path[:i]) == stem:
+            return str(path[i + 1]), ".".join(map(str, path[i + 2 :]))
+    weight, _, name = key.removeprefix(f"{stem}state.").rpartition(".")
+    return weight, name
+
+
+def _names_of_numbers(stem: str, objects: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of an optimizer's numbered weights, where it was made of `named_parameters()` and so knows them."""
+    found: dict[str, str] = {}
+    groups = _whole(objects, f"{stem}param_groups")
+    many = groups if type(groups) is list else _groups(stem, objects)
+    for group in many:
+        numbers, names = (group.get(key) if type(group) is dict else None for key in ("params", "param_names"))
+        if type(numbers) is list and type(names) is list and len(numbers) == len(names):
+            found |= {str(n): name for n, name in zip(numbers, names, strict=True) if type(n) is int and type(name) is str}
+    return found
+
+
+def _groups(stem: str, objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    i = 0
+    while f"{stem}param_groups.{i}.params" in objects:
+        yield {key: _whole(objects, f"{stem}param_groups.{i}.{key}") for key in ("params", "param_names")}
+        i += 1
+
+
+def _whole(objects: Mapping[str, Any], key: str) -> Any:
+    """Return an object that may be absent or damaged."""
+    try:
+        return objects.get(key)
+    except MeshloadError:
+        return None
+
+
+def _head(weights: set[str], native: Mapping[str, str], root: str, model: str | None, folder: str) -> str | None:
+    """Return what stands before the optimizer's names in those of the weights; None where that cannot be told."""
+    if model is not None:
+        return f"{model}." if model else ""
+    counts: Counter[str] = Counter()
+    for name in native:
+        at = 0
+        while True:
+            if name[at:] in weights:
+                counts[name[:at]] += 1
+            at = name.find(".", at) + 1
+            if not at:
+                break
+    best = [head for head, count in counts.items() if count == max(counts.values())]
+    usual = [head for head in ("model.", "") if head in best]
+    if len(best) < 2 or usual:
+        return (usual or best or [""])[0]
+    _warn(
+        f"{folder}: the optimizer state under {root or 'the top'!r} fits the weights of {listing(sorted(best))} alike, so it stays "
+        f"among the arrays; choose with DCP(model=...)"
+    )
+    return None

@@ -1,0 +1,218 @@
+"""Universal checkpoints, which DeepSpeed's `ds_to_universal` makes: one folder per parameter, whole, whatever the ranks were.
+
+Written from DeepSpeed 0.19 (https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/checkpoint/ds_to_universal.py).
+
+    ROOT/latest_universal                      text: the tag; a `latest` beside it may name a tag that was deleted
+    ROOT/TAG/mp_rank_XX_model_states.pt        the source's model states, copied; layers of pipelines are not
+    ROOT/TAG/zero_pp_rank_D_mp_rank_XX_model_states.pt    the same, of stage 3
+    ROOT/TAG/zero/optimizer_state.pt           groups and scalars; of stage 3 also one rank's shards, which mean nothing alone
+    ROOT/TAG/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
+
+From stage 1 and 2 (and stage 3 with tensor parallelism) a file is `{"param": tensor, "cat_dim": 0, ...}`: the whole tensor, shards
+joined, its vocabulary cut to the true size. From stage 3 it is a bare, flat tensor, whose shape is in `param_shapes` of the model
+states alone. Names without moments are copies of what the module has besides trained parameters, made fp32: frozen ones, buffers,
+and tied names, whose values are rounded to the model's dtype. They are taken from the module here, or from their owner.
+
+`ck[name]` is the weight in the model's dtype, as the copied model states have it (joined as `_cuts.py` tells), else the fp32
+master; with `weights="master"` the latter wherever there is one. `ck.optimizer` has `master` and the moments, `meta` the steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshload.array import Array
+from meshload.box import Shape
+from meshload.checkpoint import Checkpoint, Problem
+from meshload.errors import FormatError, LayoutError, listing
+from meshload.source import Folder
+
+from .._cuts import Declared, Whole, check_declared, whole
+from .._torch_file import Tensor, TorchFile
+from .._zero import Refused, dict_of, files_of_tag, plain, read_files, scalar, tag_named
+from .._zero_save import Save, read_config, read_save
+from .._zero_weights import EXPERT_NAME, LARGE, Weights, checkpoint_of, meta_of, rules_of, stored_files, with_stored
+
+STATE = "optimizer_state.pt"
+
+KINDS = {"fp32": "master"}
+"""File -> kind; other files are called like the moments that they hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Universal:
+    """The format of DeepSpeed's universal checkpoints."""
+
+    weights: str = "module"
+    """What `ck[name]` is: the `module`'s weight where there is one, or the fp32 `master` where there is one."""
+    tag: str | None = None
+    """Which tag, where not the one that `latest_universal` names."""
+    cut: Declared | None = None
+    """How tensor-parallel ranks share the module's parameters, where the checkpoint does not say it, as for `DeepSpeed`."""
+    name: str = field(default="universal", init=False)
+    order: int = field(default=10, init=False)
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("module", "master"):
+            raise LayoutError(f"weights={self.weights!r}: 'module' or 'master' was expected")
+        check_declared(self.cut)
+
+    def matches(self, folder: Folder) -> bool:
+        """Say whether this is a universal tag, or a root that has one, and no tag of DeepSpeed's that `latest` names.
+
+        The run itself goes on from `latest`, so a root that has both is DeepSpeed's.
+        """
+        if folder.entry is not None:
+            return False
+        listed = folder.names()
+        if "zero/" in listed:
+            return _is_zero(folder, "zero")
+        latest = tag_named(folder, "latest") if "latest" in listed else None
+        if latest is not None and files_of_tag(folder, latest):
+            return False
+        return bool(_tags(folder, listed))
+
+    def open(self, folder: Folder) -> Checkpoint:
+        """Read the headers of the parameters' files and of the model states."""
+        inner, tag = _found(folder, self.tag)
+        save = read_save(inner, needs_states=False)
+        weights = Weights(save, {})
+        rules = rules_of(save.state, self.cut, save.tp)
+        found = _read(inner, save, weights)
+        wholes = {"module": whole(weights.shards, rules, weights.is_parameter), **found.wholes}
+        config, problems = read_config(folder)
+        lacking = [f for mp in range(save.mp) if (f := f"mp_rank_{mp:02d}_model_states.pt") and mp not in save.states]
+        told = [Problem(save.why(f), file=f) for f in lacking if not save.is_stage3]
+        made = checkpoint_of(
+            "universal",
+            weights,
+            wholes,
+            self.weights,
+            config=config,
+            problems=[*problems, *told, *found.problems],
+            meta={**meta_of(weights, rules, tag), **found.meta},
+        )
+        return with_stored(made, lambda: {**stored_files(save), **found.files})
+
+
+def _is_zero(folder: Folder, under: str) -> bool:
+    """Say whether a folder is the `zero` of a universal checkpoint."""
+    listed = folder.names(under)
+    if STATE in listed:
+        return True
+    return any(n.endswith("/") and folder.has(f"{under}/{n}fp32.pt") for n in listed[:4])
+
+
+def _tags(folder: Folder, listed: Sequence[str]) -> list[str]:
+    inner = [n[:-1] for n in listed if n.endswith("/")]
+    is_root = "latest_universal" in listed or any(n.endswith("_universal") for n in inner)
+    return [n for n in inner if "zero/" in folder.names(n) and _is_zero(folder, f"{n}/zero")] if is_root else []
+
+
+def _found(folder: Folder, tag: str | None) -> tuple[Folder, str]:
+    listed = folder.names()
+    if tag is None and "zero/" in listed:
+        return folder, folder.name.rstrip("/").rpartition("/")[2]
+    tags = _tags(folder, listed)
+    told = tag or tag_named(folder, "latest_universal")
+    if told is None and len(tags) == 1:
+        told = tags[0]
+    if told is None or told not in tags:
+        what = f"there is no universal tag {told!r}" if told else "there is no file `latest_universal`"
+        raise FormatError(
+            f"{folder.name}: {what}; its universal tags are: {listing(tags) or 'none'}; say which with Universal(tag=...)"
+        )
+    return folder.inside(told), told
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """What the folder `zero` holds."""
+
+    wholes: Mapping[str, Whole]
+    meta: Mapping[str, Any]
+    problems: Sequence[Problem]
+    files: Mapping[str, TorchFile]
+    """By their names without the folder of the tag."""
+
+
+def _read(inner: Folder, save: Save, weights: Weights) -> _Found:
+    """Read the headers of the parameters' files."""
+    names = [n[:-1] for n in inner.names("zero") if n.endswith("/")]
+    files_of = {name: [f for f in inner.names(f"zero/{name}") if f.endswith(".pt")] for name in names}
+    read = read_files(inner, [f"zero/{name}/{f}" for name, files in files_of.items() for f in files] + [f"zero/{STATE}"])
+    state = read.pop(f"zero/{STATE}")
+    problems = [] if isinstance(state, TorchFile) else [Problem(f"{state}; its groups are not known", file=STATE)]
+    shapes = {n: s for groups in save.shapes.values() for g in groups or () for n, s in g.items()}
+    wholes: dict[str, Whole] = {"master": Whole()}
+    steps: dict[str, Any] = {}
+    notes: dict[str, Any] = {}
+    for name, files in files_of.items():
+        if name in weights.aliases:
+            continue
+        for file in files:
+            found, kind = read[f"zero/{name}/{file}"], file.removesuffix(".pt")
+            made = wholes.setdefault(KINDS.get(kind, kind), Whole()) if kind != "step" else None
+            try:
+                if not isinstance(found, TorchFile):
+                    raise Refused(str(found))
+                if made is None:
+                    steps[name] = scalar(found, found.root)
+                elif shapes and name not in shapes and name in weights.shards.found:
+                    continue  # a copy of what the module has
+                else:
+                    made.arrays[name] = _array(name, found, shapes.get(name), save)
+                    more = {k: plain(v) for k, v in dict_of(found.root).items() if k != "param"}
+                    if kind == "fp32" and more:
+                        notes[name] = more
+            except Refused as error:
+                if made is not None:
+                    made.reasons[name] = str(error)
+                problems.append(Problem(f"{name}: {error}", array=name, file=f"zero/{name}/{file}"))
+    for name in shapes:
+        known = name in wholes["master"].arrays or name in wholes["master"].reasons or name in weights.aliases
+        if not known and not EXPERT_NAME.fullmatch(name):
+            wholes["master"].reasons[name] = f"zero/{name}/fp32.pt: not there"
+            problems.append(Problem(f"{name}: zero/{name}/fp32.pt is not there", array=name))
+    meta = {**_meta(state, steps), "parameters": notes}
+    kept = {f: found for f, found in read.items() if isinstance(found, TorchFile)}
+    if isinstance(state, TorchFile):
+        kept[f"zero/{STATE}"] = state
+    return _Found({k: w for k, w in wholes.items() if w.arrays or w.reasons}, meta, problems, kept)
+
+
+def _array(name: str, file: TorchFile, shape: Shape | None, save: Save) -> Array:
+    tensor = file.root if type(file.root) is Tensor else dict_of(file.root).get("param")
+    if type(tensor) is not Tensor:
+        raise Refused(f"{file.source.name}: holds no tensor")
+    why = file.refusal(tensor)
+    if why:
+        raise Refused(f"{file.source.name}: {why}")
+    array = file.array(tensor, name)
+    if type(file.root) is not Tensor:
+        return array
+    if shape is None:
+        told = (
+            "the model states, where its shape is told, lack it" if save.states else "no model states are there to tell its shape"
+        )
+        raise Refused(f"{file.source.name}: a flat tensor of {array.size} elements, and {told}")
+    if array.ndim != 1 or array.size != math.prod(shape):
+        raise Refused(f"{file.source.name}: a tensor of shape {array.shape}, param_shapes say {shape}")
+    return replace(array, pieces=array.pieces.split(0, shape), shape=shape)
+
+
+def _meta(state: Any, steps: Mapping[str, Any]) -> dict[str, Any]:
+    root = dict_of(state.root) if isinstance(state, TorchFile) else {}
+    of = dict_of(dict_of(root.get("optimizer_state_dict")).get("state"))
+    step: Any = next((s for s in (scalar(state, dict_of(v).get("step")) for v in of.values()) if s is not None), None)
+    told = set(steps.values())
+    if steps:
+        step = next(iter(told)) if len(told) == 1 else dict(steps)
+    stage = plain(root.get("zero_stage"))
+    groups = root.get("param_groups")
+    plain_groups = [{k: plain(v) for k, v in dict_of(g).items() if k != "params"} for g in groups] if type(groups) is list else []
+    inner = {k: plain(v) for k, v in root.items() if k not in LARGE and k != "param_groups"}
+    return {"zero_stage": stage, "optimizer": {**inner, "param_groups": plain_groups, "step": step}}
