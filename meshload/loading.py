@@ -35,7 +35,7 @@ from .planning import plan as join
 from .quantised import SCALES, blocks_of, dequantised, scale_of
 from .ranks import resolved
 from .reading import Progress, buffers_for, read, values_of
-from .requesting import Collector, LayoutLike, missing_text, model_in, no_table, view_of
+from .requesting import Collector, LayoutLike, all_names, missing_text, model_in, no_table, view_of
 from .source import open_folder
 from .wanting import Wanted
 
@@ -53,13 +53,14 @@ def open(path: Any, *, format: str | Format | None = None, config: Any = None) -
     meta = dict(opened.meta)
     if passed_over:
         meta["passed_over"] = tuple(passed_over)
-    stored = unwrapped(opened.arrays)
+    stored = unwrapped([*opened.arrays, *opened.aliases])
     if any(new != old for new, old in stored.items()):
         meta["stripped"] = {old: new for new, old in stored.items() if new != old}
-        arrays = {new: replace(opened.arrays[old], name=new) for new, old in stored.items()}
+        arrays = {new: replace(opened.arrays[old], name=new) for new, old in stored.items() if old in opened.arrays}
         bare = meta["stripped"]
+        aliases = {bare.get(alias, alias): bare.get(name, name) for alias, name in opened.aliases.items()}
         moments = {kind: {bare.get(n, n): a for n, a in of.items()} for kind, of in opened.optimizer.items()}
-        opened = replace(opened, arrays=arrays, optimizer=moments)
+        opened = replace(opened, arrays=arrays, aliases=aliases, optimizer=moments)
     merged = _completed(opened.config, described(config))
     native = replace(opened, meta=meta, config=merged, aliases={**_ties(opened.arrays, merged), **opened.aliases}, names="native")
     return replace(native, views=_views(native, opened))
@@ -97,7 +98,7 @@ def _shown_as(checkpoint: Checkpoint, naming: str) -> Checkpoint:
     if source is None or target is None:
         raise LayoutError(no_table(checkpoint, naming))
     ask(target)
-    made = shown(target, tied(target, take_apart(source, checkpoint.arrays)), checkpoint)
+    made = shown(target, tied(target, take_apart(source, all_names(checkpoint, target))), checkpoint)
     moments = {}
     for kind, arrays in checkpoint.optimizer.items():
         view = shown(target, tied(target, take_apart(source, arrays)), replace(checkpoint, arrays=arrays))
@@ -346,7 +347,7 @@ def _request(
     for axis in collect.idle_axes():
         same = f"its {sized.size_of(axis)} ranks hold the same"
         wanted.notes.append(f"mesh axis {axis!r} cuts nothing in the default layout: {same}; pass layout= to use it")
-    wanted.notes += [f"{p.file}: {p.text}" for p in checkpoint.problems if p.array is None and view.target is None]
+    wanted.notes += [f"{p.file}: {p.text}" for p in checkpoint.problems if checkpoint.config is None and not checkpoint.unavailable]
     if wanted.missing and missing == "error":
         raise MissingArray(missing_text(view, wanted.missing))
     joined = join(wanted.jobs(), wanted.targets)

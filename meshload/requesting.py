@@ -57,7 +57,7 @@ def view_of(checkpoint: Checkpoint, names: str | None, wishes: Mapping[str, Wish
         model = model_of(naming, checkpoint.config, names=shown_names.arrays) if naming else None
         if model is None:
             return View(shown_names, None, None, None)
-        return View(shown_names, model, model, tied(model, take_apart(model, shown_names.arrays)))
+        return View(shown_names, model, model, tied(model, take_apart(model, all_names(shown_names, model))))
     source = model_in(checkpoint)
     naming = names or (naming_of(wishes, checkpoint.config) if wishes else None) or CANONICAL
     target = model_of(naming, checkpoint.config, names=checkpoint.arrays) if source else None
@@ -66,7 +66,13 @@ def view_of(checkpoint: Checkpoint, names: str | None, wishes: Mapping[str, Wish
             raise LayoutError(no_table(checkpoint, names))
         return View(checkpoint, None, None, None)
     ask(target)
-    return View(checkpoint, source, target, tied(target, take_apart(source, checkpoint.arrays)))
+    return View(checkpoint, source, target, tied(target, take_apart(source, all_names(checkpoint, target))))
+
+
+def all_names(checkpoint: Checkpoint, model: Model) -> dict[str, Array]:
+    """Return the arrays by every name under which the format itself has them; what only the config ties is left to the table."""
+    same = {a: n for a, n in checkpoint.aliases.items() if model.ties.get(a) != n and model.ties.get(n) != a}
+    return {**checkpoint.arrays, **{alias: checkpoint.arrays[name] for alias, name in same.items() if name in checkpoint.arrays}}
 
 
 def naming_of_wishes(checkpoint: Checkpoint, wishes: Mapping[str, Wish]) -> str | None:
@@ -110,7 +116,20 @@ class Collector:
             for name in filter(self._keep, self.view.checkpoint.unavailable):
                 if not name.startswith("optimizer."):
                     self.wanted.missing.setdefault(name, self.ranks[0])
+        self._add_aliases()
         self._check_wished()
+
+    def _add_aliases(self) -> None:
+        """Let what the format itself has under several names answer to all of them, where no table does."""
+        if self.view.target is not None:
+            return
+        names_of: dict[str, list[str]] = {}
+        for alias, name in self.view.checkpoint.aliases.items():
+            if self._keep(alias):
+                names_of.setdefault(name, []).append(alias)
+        if names_of:
+            for i, target in enumerate(self.wanted.targets):
+                self.wanted.aliases += [(alias, i) for alias in names_of.get(target.name, ())]
 
     def moments(self, checkpoint: Checkpoint) -> None:
         """Want the optimizer's arrays, each like its weight; a weight without one (frozen) has none."""

@@ -138,7 +138,10 @@ def strided(folder: Path) -> dict[str, Any]:
     )
     rows = torch.arange(24, dtype=torch.int64).reshape(8, 3)
     outer = DTensor.from_local(rows[2 * at : 2 * at + 2].clone(), mesh, (Shard(0), Shard(0)))
-    state = {"fsdp_tp": fsdp_tp, "outer": outer}
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    runs = torch.tensor([2 * at, 2 * at + 1, 8 + 2 * at, 8 + 2 * at + 1], dtype=torch.int32)
+    two_runs = DTensor.from_local(runs, line, (_StridedShard(0, split_factor=2),))
+    state = {"fsdp_tp": fsdp_tp, "outer": outer, "two_runs": two_runs}
     dcp.save(state, checkpoint_id=folder)
     return state
 

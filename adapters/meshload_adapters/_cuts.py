@@ -171,7 +171,10 @@ def _viewed(shard: Array, cut: Cut, total: int, rank: int, ranks: int) -> Array:
         raise Refused(f"it is to be seen as {tuple(cut.view)}, which does not fit its {total} elements")
     if unknown:
         sizes[unknown[0]] = total // known
-    sizes[cut.dim] = sum(of[rank] for of in cut.widths) if cut.widths is not None else whole // ranks
+    try:
+        sizes[cut.dim] = sum(of[rank] for of in cut.widths) if cut.widths is not None else sum(_even(n, ranks) for n in cut.parts)
+    except IndexError:
+        raise Refused(f"its recorded widths are not of {ranks} ranks: {cut.widths}") from None
     if math.prod(sizes) != shard.size:
         raise Refused(f"the shard of rank {rank} has {shard.size} elements, its recorded widths make {tuple(sizes)}")
     return reshaped(shard, tuple(sizes))
@@ -194,10 +197,7 @@ def _widths(extents: Sequence[int], cut: Cut) -> list[list[int]]:
             raise Refused(f"a shard has {uneven[0]} elements on dim {cut.dim}, which are not {cut.parts} equal parts")
         return [[n // cut.parts for n in extents]] * cut.parts
     if cut.widths is None:
-        uneven = [n for n in cut.parts if n % ranks]
-        if uneven:
-            raise Refused(f"a part of {uneven[0]} cannot be cut evenly over {ranks} ranks, and nothing says their widths")
-        widths = [[n // ranks] * ranks for n in cut.parts]
+        widths = [[_even(n, ranks)] * ranks for n in cut.parts]
     else:
         widths = [list(of) for of in cut.widths]
         wrong = next((i for i, of in enumerate(widths) if len(of) != ranks or sum(of) != cut.parts[i]), None)
@@ -208,6 +208,12 @@ def _widths(extents: Sequence[int], cut: Cut) -> list[list[int]]:
         if extent != expected:
             raise Refused(f"the shard of rank {rank} has {extent} elements on dim {cut.dim}, its widths make {expected}")
     return widths
+
+
+def _even(part: int, ranks: int) -> int:
+    if part % ranks:
+        raise Refused(f"a part of {part} cannot be cut evenly over {ranks} ranks, and nothing says their widths")
+    return part // ranks
 
 
 def _joined_boxes(name: str, shards: Sequence[Array | None], cut: AffineCut, kind: str) -> Array:
