@@ -249,17 +249,26 @@ class Stored:
 
     def kind(self, counted: Sequence[str], index: Sequence[int]) -> Kind | None:
         """Return the dtype, its stored name and the step of what is stored at an index; None where nothing is."""
-        where = dict(zip(counted, index, strict=True))
-        found: set[Kind] = set()
-        for dims in self.at:
-            shared = tuple(d for d in dims if d in where)
-            found |= self._kinds(dims, shared).get(tuple(where[d] for d in shared), set())
+        found = self._found(counted, index)
         if len(found) > 1:
+            where = dict(zip(counted, index, strict=True))
             dtypes = listing(str(kind.dtype) for kind in found)
             raise LayoutError(
                 f"{' '.join(self.dims)} at {where} is stored in several dtypes ({dtypes}), which one array cannot hold"
             )
         return next(iter(found), None)
+
+    def has(self, counted: Sequence[str], index: Sequence[int]) -> bool:
+        """Say whether anything is stored at an index."""
+        return bool(self._found(counted, index))
+
+    def _found(self, counted: Sequence[str], index: Sequence[int]) -> set[Kind]:
+        where = dict(zip(counted, index, strict=True))
+        found: set[Kind] = set()
+        for dims in self.at:
+            shared = tuple(d for d in dims if d in where)
+            found |= self._kinds(dims, shared).get(tuple(where[d] for d in shared), set())
+        return found
 
     def _kinds(self, dims: tuple[str, ...], shared: tuple[str, ...]) -> dict[tuple[int, ...], set[Kind]]:
         """Return what is stored at the indices of some of the counted dims."""
@@ -325,14 +334,7 @@ def _take(model: Model, arrays: Mapping[str, Array], parts: dict[str, Stored], n
 
 def _is_there(parts: Mapping[str, Stored], line: Line, index: Sequence[int]) -> bool:
     """Say whether a part of a line is stored already, at dims that both count."""
-    where = dict(zip(line.counted, index, strict=True))
-    return any(
-        all(where.get(d, i) == i for d, i in zip(dims, at, strict=True))
-        for part in line.parts
-        if part in parts
-        for dims, kinds in parts[part].at.items()
-        for at in kinds
-    )
+    return any(parts[part].has(line.counted, index) for part in line.parts if part in parts)
 
 
 def ask(model: Model) -> None:
@@ -375,6 +377,7 @@ def _add(model: Model, line: Line, entries: Sequence[tuple[tuple[int, ...], Arra
             pieces = pieces.transpose([dims.index(d) for d in there.dims])
             there.groups[kind] = union([there.groups[kind], pieces]) if kind in there.groups else pieces
             there.at.setdefault(line.counted, {}).update({index: kind for index, _ in members})
+            there._seen.clear()
 
 
 def _check_shape(model: Model, line: Line, pattern: Pattern, expected: Shape, array: Array) -> None:

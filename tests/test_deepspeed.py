@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import math
 import shutil
@@ -45,6 +46,7 @@ TINY = {
     "vocab_size": 101,
 }
 Values = dict[str, Any]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 def bench() -> Any:
@@ -144,9 +146,7 @@ def write_tp(tag: Path, shards: Sequence[Mapping[str, Any]], **more: Any) -> Pat
 MOMENTS = ("master", "exp_avg", "exp_avg_sq")
 
 
-def write_zero12(
-    root: Path, groups: Sequence[Mapping[str, tuple[int, ...]]], ranks: int, *, stage: int = 1, **options: Any
-) -> Path:
+def write_zero12(root: Path, groups: Sequence[Shapes], ranks: int, *, stage: int = 1, **options: Any) -> Path:
     """Write a ZeRO-1 or 2 checkpoint: values by name and kind, padding of -1, cut off the fp32 partitions as DeepSpeed does."""
     step, tag = options.pop("step", 3), root / options.pop("tag", "global_step3")
     pads, align = options.pop("pads", None), options.pop("align", 2)
@@ -411,7 +411,8 @@ def test_frozen_weights_of_zero3_keep_their_dtype_and_lose_the_padding() -> None
 
 def test_a_shared_parameter_is_tied_to_the_one_that_is_named(tmp_path: Path) -> None:
     shapes = {"a": (4, 2), "b": (3,), "wte": (6, 2)}
-    path = ZERO3.write_zero3(tmp_path, shapes, 2, shared_params={"lm_head": "wte"}, module={n: torch.zeros(0) for n in (*shapes, "lm_head")})  # fmt: skip
+    module = {n: torch.zeros(0) for n in (*shapes, "lm_head")}
+    path = ZERO3.write_zero3(tmp_path, shapes, 2, shared_params={"lm_head": "wte"}, module=module)
     checkpoint = opened(path)
     assert checkpoint.aliases == {"lm_head": "wte"}
     assert is_equal(checkpoint["lm_head"], ZERO3.value(shapes, "wte", "master"))
@@ -513,7 +514,8 @@ def test_partitions_hold_each_element_once(sizes: tuple[int, ...], ranks: int) -
             rows = slice(int(made.row[i]), int(made.row[i + 1]))
             spans = [range(a, a + c) for a, c in zip(made.at[rows].tolist(), made.count[rows].tolist(), strict=True)]
             assert [e for span in spans for e in span] == list(range(n))
-        taken = [(r, e) for r, a, c in zip(made.rank.tolist(), made.local.tolist(), made.count.tolist(), strict=True) for e in range(a, a + c)]  # fmt: skip
+        runs = zip(made.rank.tolist(), made.local.tolist(), made.count.tolist(), strict=True)
+        taken = [(r, e) for r, a, c in runs for e in range(a, a + c)]
         assert len(set(taken)) == len(taken) == sum(sizes)
 
 
@@ -707,8 +709,6 @@ def test_gpt_neox_does_not_tell_the_order_of_grouped_queries(tmp_path: Path) -> 
 
 
 def test_megatron_names_are_followed_where_the_client_says_so(tmp_path: Path) -> None:
-    import argparse
-
     gate_up = [{"layers.0.mlp.dense_h_to_4h.weight": np.full((4, 1), r, np.float32) + [[0], [0], [10], [10]]} for r in range(2)]
     for gated in (True, False):
         client = {"checkpoint_version": 3.0, "args": argparse.Namespace(swiglu=gated)}
@@ -730,7 +730,8 @@ def test_a_vocabulary_loses_its_padding_and_row_parallel_weights_join_on_dim_1(t
     checkpoint = opened(write_tp(tmp_path / "tag", shards, **rules))
     assert is_equal(checkpoint["embed.weight"], words[:7])
     assert is_equal(checkpoint["o.weight"], row)
-    assert "embed.weight" in opened(write_tp(tmp_path / "large", shards, **info(vocabulary_parameter_patterns=["embed"], original_vocab_size=9))).unavailable  # fmt: skip
+    rules = info(vocabulary_parameter_patterns=["embed"], original_vocab_size=9)
+    assert "9 rows" in opened(write_tp(tmp_path / "large", shards, **rules)).unavailable["embed.weight"]
 
 
 def test_a_buffer_is_each_ranks_own_copy(tmp_path: Path) -> None:
@@ -821,16 +822,18 @@ def write_pipeline(tag: Path, layers: Mapping[int, Mapping[str, Any]], **more: A
 def test_layers_of_a_pipeline_go_to_other_stages(count: int, stages: int, expected: list[int], tmp_path: Path) -> None:
     config = {**TINY, "num_hidden_layers": count, "tie_word_embeddings": False}
     golden = read_safetensors(GOLDEN["z2-fp32-dp2-frozen"] / "golden.safetensors")
-    block = {n.removeprefix("model.layers.1."): v for k, v in golden.items() if (n := k.partition("/")[2]).startswith("model.layers.1.")}  # fmt: skip
+    names = {k: k.partition("/")[2].removeprefix("model.layers.1.") for k in golden if "/model.layers.1." in k}
+    block = {name: golden[k] for k, name in names.items()}
     layers = {i + 2: {n: np.full_like(v, i) for n, v in block.items()} for i in range(count)}
-    ends = {0: {"weight": np.zeros((101, 32), np.float32)}, count + 3: {"weight": np.ones(32, np.float32)}, count + 4: {"weight": np.ones((101, 32), np.float32)}}  # fmt: skip
+    shapes: dict[int, tuple[int, ...]] = {0: (101, 32), count + 3: (32,), count + 4: (101, 32)}
+    ends = {number: {"weight": np.ones(shape, np.float32)} for number, shape in shapes.items()}
     stored = opened(write_pipeline(tmp_path / "tag", {**ends, **layers}))
     assert len(stored) == count * len(block) + 3
-    names = {0: "model.embed_tokens", count + 3: "model.norm", count + 4: "lm_head"}
+    end_of = {0: "model.embed_tokens", count + 3: "model.norm", count + 4: "lm_head"}
     renamed = {}
     for name, array in stored.items():
         number, _, key = name.partition(".")
-        renamed[f"{names[int(number)]}.{key}" if int(number) in names else f"model.layers.{int(number) - 2}.{key}"] = array
+        renamed[f"{end_of.get(int(number), f'model.layers.{int(number) - 2}')}.{key}"] = array
     model = Checkpoint(renamed, "deepspeed", config=config)
     held = []
     for rank in range(stages):
@@ -946,7 +949,7 @@ def test_an_unfinished_tag_that_latest_names_is_refused_and_the_last_complete_on
 def test_latest_that_names_nothing_is_refused(tmp_path: Path) -> None:
     ZERO3.write_zero3(tmp_path, SHAPES, 2)
     (tmp_path / "latest").write_text("global_step77")
-    with pytest.raises(FormatError, match="global_step77.*last complete one is global_step2"):
+    with pytest.raises(FormatError, match=r"global_step77.*last complete one is global_step2"):
         meshload.open(tmp_path, format="deepspeed")
     (tmp_path / "latest").write_text("../elsewhere")
     with pytest.raises(FormatError):
@@ -972,7 +975,7 @@ def test_a_lost_partition_leaves_the_weights_and_names_the_moments(tmp_path: Pat
     assert set(checkpoint.optimizer["exp_avg"]) == {"a"}
     assert set(checkpoint.unavailable) == {f"optimizer.{kind}.b" for kind in MOMENTS}
     assert set(meshload.restore(tag, mesh={}, layout="replicated", into="numpy")) == {"a", "b"}
-    with pytest.raises(MissingArray, match="zero_pp_rank_1_mp_rank_00_optim_states.pt: not there"):
+    with pytest.raises(MissingArray, match=r"zero_pp_rank_1_mp_rank_00_optim_states.pt: not there"):
         meshload.restore(tag, mesh={}, layout="replicated", into="numpy", optimizer=True)
 
 
@@ -1002,7 +1005,7 @@ def test_files_of_different_saves_are_refused(tmp_path: Path) -> None:
     other = write_zero12(tmp_path / "other", [SHAPES], 2, step=4)
     name = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(other / name, path / name)
-    with pytest.raises(FormatError, match="different saves: step 3.*step 4"):
+    with pytest.raises(FormatError, match=r"different saves: step 3.*step 4"):
         opened(path)
 
 
@@ -1182,7 +1185,7 @@ def test_a_root_with_a_tag_of_its_own_is_deepspeeds(tmp_path: Path) -> None:
 def test_latest_universal_that_names_nothing_is_refused(tmp_path: Path) -> None:
     path = write_flat_universal(tmp_path, SHAPES)
     (path / "latest_universal").write_text("gone")
-    with pytest.raises(FormatError, match="'gone'.*global_step2_universal"):
+    with pytest.raises(FormatError, match=r"'gone'.*global_step2_universal"):
         meshload.open(path)
 
 

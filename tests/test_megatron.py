@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import pickle
@@ -28,7 +29,6 @@ from meshload.testing import (
     FormatSuite,
     InMemory,
     counted,
-    filled,
     ramp,
     read_safetensors,
     same_bits,
@@ -639,7 +639,7 @@ def test_b17_the_declared_order_gives_the_same_q_k_and_v(order: str, dims: str, 
         found = find(pattern, part, pieces, 0, (3 * heads * d, embed), lambda _, dim: sizes[dim])
         shape = tuple(sizes[n] for n in pattern.dims_of(part))
         array = meshload.Array(part, np.dtype("f4"), shape, found)
-        assert same_bits(filled(array).reshape(heads, d, embed), values)
+        assert same_bits(np.asarray(array).reshape(heads, d, embed), values)
         merged = array.merge(0, array.ndim - 2)
         for t in range(tp):
             n = heads * d // tp
@@ -1149,7 +1149,7 @@ def test_runs_of_flat_buffers_are_joined_like_numpy_would(seed: int) -> None:
     flat = np.concatenate(memory)
     edges = sorted({0, flat.size, *chance.integers(0, flat.size, 5).tolist()})
     source = InMemory("flat", flat.tobytes())
-    pieces = union([piece(source, a * 4, (b - a,), 4).place((a,)) for a, b in zip(edges, edges[1:], strict=False)])
+    pieces = union([piece(source, a * 4, (b - a,), 4).place((a,)) for a, b in itertools.pairwise(edges)])
     sizes = [math.prod(p.shape) for p in parts]
     runs = cut_runs(pieces, starts, sizes, range(len(parts)), 4)
     found = join_runs(parts, runs, np.dtype("f4"), Fusion(True))
@@ -1333,7 +1333,7 @@ def test_a_lost_data_file_is_told_by_name(tmp_path: Path) -> None:
 def test_a_zarr_container_is_refused_by_name(tmp_path: Path) -> None:
     root = write_container(tmp_path, full(), ARGS)
     (root / "iter_0000001/metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(FormatError, match="is a zarr container, which megatron-core wrote before 0.13"):
+    with pytest.raises(FormatError, match="is a zarr container, which megatron-core wrote before"):
         meshload.open(root)
 
 

@@ -427,9 +427,8 @@ def affine_cut(found: Any, ranks: int) -> AffineCut:
                 raise ValueError(f"a piece has the shape {size}")
             if 0 in size or rank != min(holders):
                 continue
-            starts = [_box_start(size, offset, strides, whole) for (offset, strides), whole in
-                      ((piece["source"], shape), (piece["dest"], shards[rank]))]  # fmt: skip
-            boxes.append((rank, size, starts[0], starts[1]))
+            to, start = _box_start(size, piece["source"], shape), _box_start(size, piece["dest"], shards[rank])
+            boxes.append((rank, size, to, start))
     if len(scales) > 1 or 0.0 in scales:
         raise Refused(f"its affine map scales its pieces differently: {sorted(scales)}")
     if sum(math.prod(size) for _, size, _, _ in boxes) != math.prod(shape):
@@ -437,8 +436,9 @@ def affine_cut(found: Any, ranks: int) -> AffineCut:
     return AffineCut(shape, shards, boxes, scales.pop() if scales else 1.0)
 
 
-def _box_start(size: Shape, offset: Any, strides: Any, whole: Shape) -> Shape:
+def _box_start(size: Shape, told: Any, whole: Shape) -> Shape:
     """Return where in a row-major array a box begins that is told by an offset and strides, in elements."""
+    offset, strides = told
     expected = row_major(whole, 1)
     box = len(size) == len(whole) == len(strides) and all(n == 1 or s == e for n, s, e in zip(size, strides, expected, strict=True))
     start, rest = [], int(offset)
@@ -517,8 +517,8 @@ def whole(shards: Shards, rules: Rules, is_parameter: Callable[[str], bool | Non
         for stage in sorted({mp // rules.ranks for mp in (*found, *lost)}):
             ranks = range(stage * rules.ranks, (stage + 1) * rules.ranks)
             try:
-                made.arrays[name] = _of_stage(name, [found.get(mp) for mp in ranks], [lost.get(mp) for mp in ranks],
-                                              shards.kind, rules, is_parameter(name))  # fmt: skip
+                mine, gone = [found.get(mp) for mp in ranks], [lost.get(mp) for mp in ranks]
+                made.arrays[name] = _of_stage(name, mine, gone, shards.kind, rules, is_parameter(name))
                 break
             except Refused as error:
                 reasons.append(str(error))

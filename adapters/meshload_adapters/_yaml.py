@@ -33,7 +33,7 @@ _FLOAT = re.compile(
 )
 _ODD_BREAK = re.compile("[\x85\u2028\u2029]")
 _WORDS: dict[str, Any] = {
-    **{word: None for null in ("null", "Null", "NULL") for word in (null, "~", "")},
+    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
     **{w: True for word in ("yes", "true", "on") for w in (word, word.capitalize(), word.upper())},
     **{w: False for word in ("no", "false", "off") for w in (word, word.capitalize(), word.upper())},
 }
@@ -303,7 +303,10 @@ def resolved(text: str) -> Any:
         digits = text.replace("_", "")
         sign, digits = (digits[0], digits[1:]) if digits[0] in "+-" else ("", digits)
         base = {"0x": 16, "0b": 2}.get(digits[:2], 8 if len(digits) > 1 and digits[0] == "0" else 10)
-        number = int(digits[2:] if base in (2, 16) else digits, base)
+        try:
+            number = int(digits[2:] if base in (2, 16) else digits, base)
+        except ValueError:  # no digit at all, or thousands
+            return text
         return -number if sign == "-" else number
     if _FLOAT.match(text):
         return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))

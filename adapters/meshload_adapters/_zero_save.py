@@ -20,6 +20,9 @@ from ._zero import TagFiles, dict_of, is_count, is_list, plain, read_files, scal
 CONFIG_LIMIT = 16 << 20
 """Bytes; real ones have a few KB."""
 
+MOST_RANKS = 1 << 17
+"""More of them, or of experts, are hostile."""
+
 LAYER_NAME = re.compile(r"(\d{1,9})\.(.+)")
 """A parameter of a pipeline's layer."""
 
@@ -193,8 +196,6 @@ class Save:
 
     def _expected(self) -> Iterator[str]:
         ranks = [(mp, dp) for mp in range(self.mp) for dp in range(self.dp)]
-        if len(ranks) > 1 << 20:
-            raise FormatError(f"{self.folder.name}: says it is of {self.mp} x {self.dp} ranks")
         for mp in () if self.is_stage3 else range(self.mp):
             yield self.files.models.get(mp, f"mp_rank_{mp:02d}_model_states.pt")
         for mp, dp in ranks if self.is_stage3 else ():
@@ -232,7 +233,8 @@ class Save:
         """The numbers of experts of the MoE layers."""
         told = self.state.get("num_experts")
         counts = told if type(told) is list and self.files.experts else []
-        return [n if is_count(n) and n < 1 << 16 else 0 for n in counts]
+        counts = [n if is_count(n) else 0 for n in counts]
+        return counts if sum(counts) <= MOST_RANKS else []
 
     def why(self, file: str) -> str:
         """Say why a file gives nothing."""
@@ -271,7 +273,12 @@ def read_save(folder: Folder, *, needs_states: bool = True) -> Save:
     read(file for _, file in sorted(files.optimizers.items()))
     read(file for _, file in sorted(files.layers.items()))
     read(file for _, file in sorted(files.experts.items()))
-    return Save(folder, files, listed, opened, errors, states)
+    save = Save(folder, files, listed, opened, errors, states)
+    if save.mp * save.dp > MOST_RANKS or save.mp % save.tp:
+        raise FormatError(
+            f"{folder.name}: says it is of {save.mp} model-parallel ranks, {save.tp} of them tensor-parallel, x {save.dp}"
+        )
+    return save
 
 
 def read_config(folder: Folder) -> tuple[Mapping[str, Any] | None, tuple[Problem, ...]]:

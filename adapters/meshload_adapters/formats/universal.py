@@ -195,10 +195,10 @@ def _array(name: str, file: TorchFile, shape: Shape | None, save: Save) -> Array
     if type(file.root) is not Tensor:
         return array
     if shape is None:
-        told = (
-            "the model states, where its shape is told, lack it" if save.states else "no model states are there to tell its shape"
+        raise Refused(
+            f"{file.source.name}: a flat tensor of {array.size} elements; its shape is told in the model states alone, "
+            f"{'which lack it' if save.states else 'which are not there'}"
         )
-        raise Refused(f"{file.source.name}: a flat tensor of {array.size} elements, and {told}")
     if array.ndim != 1 or array.size != math.prod(shape):
         raise Refused(f"{file.source.name}: a tensor of shape {array.shape}, param_shapes say {shape}")
     return replace(array, pieces=array.pieces.split(0, shape), shape=shape)
