@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from .array import Array
 from .checkpoint import Checkpoint
-from .errors import LayoutError, MeshloadWarning, MissingArray, listing
+from .errors import LayoutError, MeshloadWarning, MissingArray, MissingPieces, listing
 from .formats import Format, choose, described
 from .frameworks import Framework, Placement, Slice, framework_of, is_floating
 from .layout import Layout
@@ -79,7 +79,7 @@ def _completed(told: Mapping[str, Any] | None, given: Mapping[str, Any] | None) 
     clash = contradiction(told, given)
     if clash:
         raise LayoutError(f"config= contradicts the checkpoint's own config: {listing(clash)}")
-    return {**given, **told}
+    return {**given, **{k: v for k, v in told.items() if v is not None or k not in given}}
 
 
 def _views(native: Checkpoint, opened: Checkpoint) -> dict[str, Callable[[], Checkpoint]]:
@@ -98,7 +98,7 @@ def _shown_as(checkpoint: Checkpoint, naming: str) -> Checkpoint:
     if source is None or target is None:
         raise LayoutError(no_table(checkpoint, naming))
     ask(target)
-    made = shown(target, tied(target, take_apart(source, all_names(checkpoint, target))), checkpoint)
+    made = shown(target, tied(target, take_apart(source, all_names(checkpoint, source))), checkpoint)
     moments = {}
     for kind, arrays in checkpoint.optimizer.items():
         view = shown(target, tied(target, take_apart(source, arrays)), replace(checkpoint, arrays=arrays))
@@ -350,7 +350,13 @@ def _request(
     wanted.notes += [f"{p.file}: {p.text}" for p in checkpoint.problems if checkpoint.config is None and not checkpoint.unavailable]
     if wanted.missing and missing == "error":
         raise MissingArray(missing_text(view, wanted.missing))
-    joined = join(wanted.jobs(), wanted.targets)
+    try:
+        joined = join(wanted.jobs(), wanted.targets)
+    except MissingPieces as error:
+        damage = listing(p.text for p in checkpoint.problems)
+        if not damage:
+            raise
+        raise MissingPieces(f"{error}; the checkpoint is damaged: {damage}") from error
     made = Plan(
         wanted.targets,
         joined.copies,

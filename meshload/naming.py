@@ -554,4 +554,5 @@ def contradiction(told: Mapping[str, Any], given: Mapping[str, Any]) -> list[str
             for text in (*table.sizes.values(), *(line.condition for line in table.lines if line.condition)):
                 keys |= set(needed(text))
     one, other = flattened(told), flattened(given)
-    return [f"{k} is {one[k]!r} and {other[k]!r}" for k in sorted(keys) if k in one and k in other and one[k] != other[k]]
+    both = [k for k in sorted(keys) if one.get(k) is not None and other.get(k) is not None]  # null says nothing
+    return [f"{k} is {one[k]!r} and {other[k]!r}" for k in both if one[k] != other[k]]

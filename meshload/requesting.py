@@ -29,6 +29,7 @@ from .naming import (
     model_of,
     moment_step,
     naming_of,
+    rename,
     take_apart,
     tied,
 )
@@ -66,7 +67,7 @@ def view_of(checkpoint: Checkpoint, names: str | None, wishes: Mapping[str, Wish
             raise LayoutError(no_table(checkpoint, names))
         return View(checkpoint, None, None, None)
     ask(target)
-    return View(checkpoint, source, target, tied(target, take_apart(source, all_names(checkpoint, target))))
+    return View(checkpoint, source, target, tied(target, take_apart(source, all_names(checkpoint, source))))
 
 
 def all_names(checkpoint: Checkpoint, model: Model) -> dict[str, Array]:
@@ -135,7 +136,9 @@ class Collector:
         """Want the optimizer's arrays, each like its weight; a weight without one (frozen) has none."""
         view, lacking = self.view, dict(self.wanted.missing)
         if not checkpoint.optimizer:
-            raise MissingArray(f"the checkpoint ({checkpoint.format}) holds no optimizer state; leave out optimizer=True")
+            why = next((w for n, w in checkpoint.unavailable.items() if n.startswith("optimizer.")), "")
+            what = f"an optimizer state that cannot be used: {why}" if why else "no optimizer state"
+            raise MissingArray(f"the checkpoint ({checkpoint.format}) holds {what}; leave out optimizer=True")
         for kind, arrays in checkpoint.optimizer.items():
             inventory = None
             if view.source is not None and view.target is not None:
@@ -377,14 +380,18 @@ def missing_text(view: View, missing: Mapping[str, int]) -> str:
 
 
 def _stored_name(view: View, name: str) -> str:
-    """Return the name under which a wanted array is listed, where the checkpoint's naming differs by a prefix only."""
-    if name in view.checkpoint.unavailable or view.target is None:
+    """Return the name under which a wanted array, or one that holds a part of it, is listed as unavailable; else its own."""
+    unavailable = view.checkpoint.unavailable
+    if name in unavailable or not unavailable or view.target is None:
         return name
-    for prefix in view.target.table.prefixes:
-        for other in (prefix + name, name.removeprefix(prefix)):
-            if other in view.checkpoint.unavailable:
-                return other
-    return name
+    others = [other for prefix in view.target.table.prefixes for other in (prefix + name, name.removeprefix(prefix))]
+    found = located(view.target, [name]).get(name)
+    if found is not None and view.source is not None:
+        line, where = found[0], dict(zip(found[0].counted, found[1], strict=True))
+        for stored in view.source.table.lines:
+            if set(stored.parts) & set(line.parts) and all(d in where for d in stored.counted):
+                others.append(rename(stored, [where[d] for d in stored.counted]))
+    return next((other for other in others if other in unavailable), name)
 
 
 def missing_arrays(checkpoint: Checkpoint) -> list[str]:

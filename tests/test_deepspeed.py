@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 import shutil
 import sys
@@ -382,6 +383,31 @@ def test_partitions_of_any_world_give_exact_moments(ranks: int, tmp_path: Path) 
         assert checkpoint.problems == ()
 
 
+def test_a_config_beside_latest_tells_the_family(tmp_path: Path) -> None:
+    path = shutil.copytree(GOLDEN["z2-fp32-dp2-frozen"], tmp_path / "copy")
+    (path / "config.json").write_text(json.dumps(TINY))
+    mine = meshload.restore(path, mesh="tp=2", rank=1, into="numpy", exclude="model.position_scale")
+    whole = np.asarray(opened(path)["model.layers.0.self_attn.q_proj.weight"])
+    assert same_bits(mine["model.layers.0.self_attn.q_proj.weight"], whole[16:])
+    (path / "config.json").write_text("{")
+    assert [p.file for p in opened(path).problems] == ["config.json"]
+
+
+def test_tensors_that_no_parameter_has_a_part_of_are_no_moments(tmp_path: Path) -> None:
+    path = write_zero12(tmp_path, [SHAPES], 2)
+
+    def more(tree: Any) -> None:
+        of = tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        of |= {"worker_error": torch.zeros(99), "coefficients": torch.zeros(3), "row": torch.zeros(2, 2), "other": torch.zeros(99)}
+
+    for r in range(2):
+        changed(path / "global_step3" / f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt", more)
+    checkpoint = opened(path)
+    assert set(checkpoint.optimizer) == {*MOMENTS, "other"}
+    assert checkpoint.meta["optimizer"]["others"] == ["coefficients", "row"]
+    assert not checkpoint.unavailable
+
+
 def test_several_groups_paddings_between_parameters_and_ranks_of_padding_alone(tmp_path: Path) -> None:
     path = write_zero12(tmp_path, [{"a": (3, 5), "c": (2, 2)}, {"b": (1,)}], 5, pads=[[1, 0], [0]], stage=2)
     checkpoint = opened(path)
@@ -668,6 +694,7 @@ def test_addends_are_summed_and_averages_averaged(tmp_path: Path) -> None:
     assert is_equal(opened(tag, cut={"bias": "sum"})["bias"], np.asarray([4, 8], np.float32))
     assert is_equal(opened(tag, cut={"bias": "mean"})["bias"], np.asarray([2, 4], np.float32))
     tag = write_tp(tmp_path / "told", shards, **info(parameter_to_average_patterns=["bias"]))
+    assert meshload.check(tag, copies=True).ok
     assert is_equal(opened(tag)["bias"], np.asarray([2, 4], np.float32))
 
 
@@ -709,7 +736,8 @@ def test_gpt_neox_does_not_tell_the_order_of_grouped_queries(tmp_path: Path) -> 
 
 
 def test_megatron_names_are_followed_where_the_client_says_so(tmp_path: Path) -> None:
-    gate_up = [{"layers.0.mlp.dense_h_to_4h.weight": np.full((4, 1), r, np.float32) + [[0], [0], [10], [10]]} for r in range(2)]
+    rows_of = [np.asarray([[r], [r], [10 + r], [10 + r]], np.float32) for r in range(2)]
+    gate_up = [{"layers.0.mlp.dense_h_to_4h.weight": rows} for rows in rows_of]
     for gated in (True, False):
         client = {"checkpoint_version": 3.0, "args": argparse.Namespace(swiglu=gated)}
         found = opened(write_tp(tmp_path / str(gated), gate_up, **client))["layers.0.mlp.dense_h_to_4h.weight"]
@@ -855,6 +883,24 @@ def test_which_layer_holds_a_tie_is_asked_for_where_several_could(tmp_path: Path
     checkpoint = opened(tag, tied={"embed": 4})
     assert is_equal(checkpoint["tied_modules.embed.weight"], embed[4]["weight"])
     assert set(checkpoint) == {"tied_modules.embed.weight", "1.norm", "0.weight"}
+
+
+def test_a_tie_to_a_layer_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    tag = write_pipeline(tmp_path / "tag", {0: {"weight": np.zeros((3, 2), np.float32)}})
+    assert set(opened(tag)) == {"0.weight"}
+    assert set(opened(tag, tied={"embed": 0})) == {"tied_modules.embed.weight"}
+    with pytest.raises(LayoutError, match="has no layer 7"):
+        opened(tag, tied={"embed": 7})
+
+
+def test_model_states_that_a_pipeline_lost_are_told_by_fragments_and_layers(tmp_path: Path) -> None:
+    path = shutil.copytree(GOLDEN["pp2-dp2-bf16opt-tied"], tmp_path / "copy")
+    expected = opened(path)
+    (path / "global_step2" / "mp_rank_01_model_states.pt").unlink()
+    found = opened(path / "global_step2")
+    assert not found.unavailable
+    assert set(found.optimizer["exp_avg"]) == set(expected.optimizer["exp_avg"])
+    assert all(is_equal(a, np.asarray(expected.optimizer["exp_avg"][n])) for n, a in found.optimizer["exp_avg"].items())
 
 
 def test_a_lost_layer_is_named(tmp_path: Path) -> None:
@@ -1099,6 +1145,28 @@ def test_states_of_strangers_end_in_arrays_or_a_meshload_error(key: str, found: 
         np.asarray(array)
 
 
+def test_zero3_of_tensor_parallel_ranks_is_joined_and_a_lost_rank_named(tmp_path: Path) -> None:
+    """AutoTP with ZeRO-3: each tensor-parallel rank partitions its own shards."""
+    shapes, root = {"w": (5, 2), "norm": (3,)}, tmp_path / "run"
+    root.mkdir()
+    rules = info(tp_replicated_parameter_patterns=["norm"])
+    for t in range(2):
+        tag = ZERO3.write_zero3(tmp_path / str(t), shapes, 2, **rules, mp_world_size=2) / "global_step2"
+        for file in sorted(tag.iterdir()):
+            if t == 1 and "optim" in file.name:
+                changed(file, lambda tree: _plus(tree, 500))
+            file.rename(root / file.name.replace("mp_rank_00", f"mp_rank_{t:02d}"))
+    whole = np.concatenate([ZERO3.value(shapes, "w", "master") + 500 * t for t in range(2)])
+    checkpoint = opened(root)
+    assert is_equal(checkpoint["w"], whole)
+    assert is_equal(checkpoint["norm"], ZERO3.value(shapes, "norm", "master"))
+    for d in range(2):
+        (root / f"zero_pp_rank_{d}_mp_rank_01_model_states.pt").unlink()
+    checkpoint = opened(root)
+    assert set(checkpoint) == {"norm"}
+    assert "mp_rank_01_model_states.pt" in checkpoint.unavailable["w"]
+
+
 def test_mics_has_copies_of_the_first_shard_group(tmp_path: Path) -> None:
     path = ZERO3.write_zero3(tmp_path / "two", SHAPES, 2, dp_world_size=4)
     tag = path / "global_step2"
@@ -1121,6 +1189,7 @@ def test_mics_has_copies_of_the_first_shard_group(tmp_path: Path) -> None:
         {"cut": {"a": -1}},
         {"cut": [0]},
         {"tied": {"embed": "0"}},
+        {"parameters": "abc"},
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: Any) -> None:

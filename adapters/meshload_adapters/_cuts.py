@@ -164,7 +164,7 @@ def _viewed(shard: Array, cut: Cut, total: int, rank: int, ranks: int) -> Array:
         if len(sizes) != shard.ndim:
             raise Refused(f"it has {cut.parts} equal parts in the shape {tuple(sizes)}, its shards have the shape {shard.shape}")
         return shard
-    whole = sizes[cut.dim] = sum(cut.parts)
+    sizes[cut.dim] = sum(cut.parts)
     unknown = [d for d, n in enumerate(sizes) if n < 0]
     known = math.prod(n for n in sizes if n >= 0)
     if len(unknown) > 1 or (unknown and (known == 0 or total % known)):

@@ -26,6 +26,12 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?/")
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 
+MOST = 1 << 32
+"""Layers times chunks of the pipeline; more are a hostile file's."""
+
+REFUSED = "optimizer.states"
+"""The name under which it is told why the optimizer's arrays are not given."""
+
 LEGACY, CORE, UNFINISHED = "legacy", "core", "unfinished"
 
 
@@ -47,11 +53,13 @@ def find_save(folder: Folder) -> Save | None:
     if folder.entry is not None and folder.entry not in (TRACKER, "metadata.json", ".metadata", "common.pt", *MODEL_FILES):
         return None
     listed = folder.names()
+    if not listed:
+        return None  # there is nothing, or it cannot be listed, as over HTTP
     found = _iteration(folder, listed, folder.name)
     if found is not None:
         return found
     saves = [n.rstrip("/") for n in listed if re.fullmatch(r"iter_\d{7,}/|release/", n)]
-    if TRACKER in listed or (not listed and folder.has(TRACKER)):
+    if TRACKER in listed:
         return _tracked(folder, listed, saves)
     opened = {name: _iteration(folder.inside(name), None, name) for name in saves}
     known = {name: save for name, save in opened.items() if save is not None}
@@ -68,7 +76,7 @@ def _iteration(folder: Folder, listed: list[str] | None, name: str) -> Save | No
     """Return the save of an iteration's own folder. NeMo puts it into `weights/`."""
     listed = folder.names() if listed is None else listed
     for inner, names in ((folder, listed), (folder.inside("weights"), None)) if "weights/" in listed else ((folder, listed),):
-        if "metadata.json" in (names or inner.names()) or (not listed and inner.has("metadata.json")):
+        if "metadata.json" in (names or inner.names()):
             backend = _backend(inner)
             if backend is not None:
                 return Save(CORE, inner, name)
@@ -113,8 +121,6 @@ def _tracked(folder: Folder, listed: list[str], saves: list[str]) -> Save | None
         return replace(kinds[name], why=why) if absent else kinds[name]
     if not saves and any(n == "latest" or n.startswith("global_step") for n in listed):
         return None  # Megatron-DeepSpeed keeps this tracker beside DeepSpeed's folders
-    if not listed:
-        return _iteration(folder.inside(name), [], name)
     what = "holds no checkpoint" if name in saves else "is not there"
     return Save(kind, folder, name, f"{TRACKER} names {name}, which {what}: its save did not finish, or it was moved; {hint}")
 
@@ -122,7 +128,7 @@ def _tracked(folder: Folder, listed: list[str], saves: list[str]) -> Save | None
 def lacking(save: Save) -> str:
     """Say which file that every finished save has is not there, from the names alone; nothing where all are."""
     if save.kind == CORE:
-        absent = [n for n in (".metadata", "metadata.json", "common.pt") if not save.folder.has(n)]
+        absent = [n for n in (".metadata", "metadata.json") if not save.folder.has(n)]
         return f"{listing(absent)} {'is' if len(absent) == 1 else 'are'} not there" if absent else ""
     ranks = [n for n in save.folder.names() if RANK_FOLDER.fullmatch(n)]
     empty = [n for n in ranks if not set(MODEL_FILES) & set(save.folder.names(n.rstrip("/")))]
@@ -153,11 +159,12 @@ def plain(value: Any) -> Any:
     if kind in (list, tuple, set, frozenset):
         return kind(map(plain, value)) if kind in (list, tuple) else tuple(map(plain, value))
     if kind is dict:
-        return {k if type(k) in (str, int) else _text(k): plain(v) for k, v in value.items()}
-    return _text(value)
+        return {k if type(k) in (str, int) else shown(k): plain(v) for k, v in value.items()}
+    return shown(value)
 
 
-def _text(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value of a pickle as text: dtypes and classes by their names."""
     if isinstance(value, Global):
         return f"{value.module}.{value.name}"
     if isinstance(value, Record):
@@ -167,7 +174,7 @@ def _text(value: Any) -> str:
         short = ", ".join(repr(a) for a in value.args if type(a) in (bool, int, float, str))
         return f"{value.module}.{value.name}({short[:80]})"
     if type(value) is tuple:
-        return f"({', '.join(map(_text, value))})"
+        return f"({', '.join(map(shown, value))})"
     shape = getattr(value, "shape", None)
     if shape is not None:
         return f"{type(value).__name__}({getattr(value, 'dtype', '')}, {shape})"
@@ -219,7 +226,7 @@ def config_of(args: Mapping[str, Any]) -> dict[str, Any] | None:
 def layers_of(args: Mapping[str, Any], pp: int, virtual: int) -> dict[tuple[int, int], int] | None:
     """Return how many layers `args` say that chunk `v` of stage `p` has; None where they do not say it plainly."""
     layers = number(args, "num_layers")
-    if layers is None or args.get("pipeline_model_parallel_layout") is not None:
+    if layers is None or layers * pp * virtual > MOST or args.get("pipeline_model_parallel_layout") is not None:
         return None
     first, last = number(args, "decoder_first_pipeline_num_layers"), number(args, "decoder_last_pipeline_num_layers")
     embedding = args.get("account_for_embedding_in_pipeline_split") is True

@@ -16,6 +16,10 @@ ALIGNED = 64
 """Elements."""
 
 
+class Refused(Exception):
+    """An optimizer's states cannot be told apart, for the reason given."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """A run of parameters: their numbers, and where each begins in it, in elements."""

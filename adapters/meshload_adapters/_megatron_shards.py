@@ -129,11 +129,13 @@ class Shard:
 
 
 def grouped(name: str, shard: Shard, count: int) -> list[tuple[str, Shard]] | None:
-    """Return the single experts of a `GroupedMLP`, which keeps those of a rank in one transposed array; None for another name."""
+    """Return the single experts of a `GroupedMLP`, which keeps those of a rank in one transposed array; None for another array."""
     stem, _, last = name.rpartition(".")
     if last not in ("weight1", "weight2") or not stem.endswith(".mlp.experts") or len(shard.shape) != 2:
         return None
     rows, columns = shard.shape
+    if (columns if last == "weight1" else rows) % count or count > 1 << 16:
+        return None
     inputs, outputs = (rows, columns // count) if last == "weight1" else (rows // count, columns)
     width = shard.dtype.itemsize
     linear = "linear_fc1" if last == "weight1" else "linear_fc2"
@@ -343,8 +345,13 @@ class Part:
 def join_runs(parts: Sequence[Part], runs: Pieces, dtype: np.dtype[Any], fusion: Fusion) -> dict[str, Array]:
     """Join runs of elements to arrays. `runs` has two dims: the part's number, with extent 1, and the element in the part.
 
-    There may be 100,000 parts, so those that are cut alike are laid out together.
+    There may be 100,000 parts, so those that are cut alike are laid out together. Of copies the first is kept: boundaries of
+    data-parallel ranks cut each in another place.
     """
+    first: dict[tuple[str, int], int] = {}
+    numbers = [first.setdefault((p.name, 0 if p.cut == WHOLE else p.at), n) for n, p in enumerate(parts)]
+    is_copy = np.asarray(numbers, np.int64) != np.arange(len(parts))
+    runs = runs.take(~is_copy[runs.start[:, 0]])
     alike: dict[tuple[Any, ...], int] = {}
     kinds = [alike.setdefault((p.cut, p.count, p.shape, p.transposed), len(alike)) for p in parts]
     kind_of, at_of = np.asarray(kinds, np.int64), np.asarray([p.at for p in parts], np.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -77,9 +77,6 @@ class TagFiles:
                 files[key] = file
         return found
 
-    def __bool__(self) -> bool:
-        return bool(self.models or self.shards or self.optimizers or self.layers)
-
 
 def _kind(file: str) -> tuple[str, Any]:
     if match := _SHARD.fullmatch(file):
@@ -93,13 +90,17 @@ def _kind(file: str) -> tuple[str, Any]:
     return ("others", None) if _OTHER.fullmatch(file) else ("", None)
 
 
-def files_of_tag(folder: Folder, tag: str) -> bool:
-    """Say whether a folder in another has the files of a tag, and is no universal checkpoint."""
+def is_tag(listed: Sequence[str]) -> bool:
+    """Say whether these are the files of a tag, and of no universal checkpoint."""
+    return "zero/" not in listed and any(_kind(file)[0] for file in listed)
+
+
+def has_tag(folder: Folder, tag: str) -> bool:
+    """Say whether a folder holds the folder of a tag."""
     try:
-        listed = folder.names(tag)
+        return is_tag(folder.names(tag))
     except (FormatError, SourceError):
         return False
-    return "zero/" not in listed and any(_kind(file)[0] for file in listed)
 
 
 def tag_named(folder: Folder, file: str) -> str | None:
@@ -121,17 +122,19 @@ def read_files(folder: Folder, files: Iterable[str]) -> dict[str, TorchFile | Me
             return error
 
     names = list(files)
-    if len(names) > 1 and _is_far(folder, names[0]):
-        with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="meshload") as pool:
-            return dict(zip(names, pool.map(attempt, names), strict=True))
-    return {file: attempt(file) for file in names}
+    if not names:
+        return {}
+    first = attempt(names[0])
+    is_far = isinstance(first, TorchFile) and first.source.gap >= NETWORK
+    return dict(zip(names, [first, *mapped(attempt, names[1:], is_far)], strict=True))
 
 
-def _is_far(folder: Folder, file: str) -> bool:
-    try:
-        return folder.file(file).gap >= NETWORK
-    except (FormatError, SourceError):
-        return False
+def mapped(function: Callable[[Any], Any], items: Sequence[Any], is_far: bool) -> list[Any]:
+    """Apply a function that reads a little to each item; at once where each read takes a round trip."""
+    if not is_far:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="meshload") as pool:
+        return list(pool.map(function, items))
 
 
 # --- values of a pickle -----------------------------------------------------------------------------------------------

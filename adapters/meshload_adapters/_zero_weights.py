@@ -11,7 +11,7 @@ from typing import Any
 from meshload.array import Array
 from meshload.box import Shape
 from meshload.checkpoint import Checkpoint, Problem
-from meshload.errors import FormatError, listing
+from meshload.errors import FormatError, LayoutError, listing
 from meshload.naming import unwrapped
 
 from ._cuts import Declared, Rules, Shards, Whole
@@ -133,10 +133,13 @@ class Weights:
     def _lose_state(self, mp: int) -> None:
         """Note what a rank whose model states are lost should hold, as far as others tell."""
         save = self.save
-        file = save.files.models.get(mp, f"mp_rank_{mp:02d}_model_states.pt")
+        lost = f"zero_pp_rank_0_mp_rank_{mp:02d}_model_states.pt" if save.is_stage3 else f"mp_rank_{mp:02d}_model_states.pt"
+        file = (save.files.shards.get((mp, 0)) if save.is_stage3 else save.files.models.get(mp)) or lost
         others = [f for m, f in save.states.items() if m // save.tp == mp // save.tp]
-        names = [n for f in others for n in dict_of(dict_of(f.root).get("module")) if type(n) is str and n not in self.aliases]
-        self.shards.lose(names, mp, save.why(file))
+        for other in others:
+            module, frozen = (dict_of(dict_of(other.root).get(key)) for key in ("module", "frozen_param_shapes"))
+            held = [n for n in module if n in self.buffers or n in frozen] if save.is_stage3 else module
+            self.shards.lose([n for n in held if type(n) is str and n not in self.aliases], mp, save.why(file))
 
     def _layers(self) -> None:
         save, shards = self.save, self.shards
@@ -188,6 +191,9 @@ class Weights:
         for name in save.owned:
             if match := TIED.fullmatch(name):
                 keys.setdefault(match[1], {})[match[2]] = shapes.get(name)
+        wrong = [layer for layer in self.tied.values() if layer not in self._layer_numbers]
+        if wrong:
+            raise LayoutError(f"tied={dict(self.tied)!r}: {save.folder.name} has no layer {wrong[0]}")
         found = {layer: tie for tie, layer in self.tied.items()}
         free = [n for n in self._layer_numbers if n not in save.layers_told and n not in found]
         fitting = {tie: [n for n in free if self._holds(n, of)] for tie, of in keys.items() if tie not in self.tied}
@@ -199,8 +205,7 @@ class Weights:
             elif save.is_pipeline:
                 which = f"the files of layers {listing(map(str, layers))} could" if layers else "no layer's file does"
                 reasons[tie] = (
-                    f"which layer's file holds it is not stored, and {which}; say it with DeepSpeed(tied={{{tie!r}: LAYER}}), "
-                    f"or take the fp32 weights with DeepSpeed(weights='master')"
+                    f"which layer's file holds it is not stored, and {which}; say it with DeepSpeed(tied={{{tie!r}: LAYER}})"
                 )
         return found, reasons
 

@@ -24,7 +24,7 @@ nothing), in three forms:
 
 Fields with the weight's shape are in `optimizer["exp_avg"]` and so on, by the native name of the weight, whether the weight is
 frozen by now or not; `momentum_buffer` is called `momentum`. Numbers (`step`) are in `meta["scalars"]`, lazy; other fields stay
-ordinary arrays, and so do those whose weight is not told. `<fqn>` lacks the key under which the model was saved: it is the one
+ordinary arrays, and so do those whose weight is not told, or that two optimizers have for one weight. `<fqn>` lacks the key under which the model was saved: it is the one
 under which the most of the names are found, `model` or none where several do.
 
 `meta["objects"]` reads what is no tensor when it is asked for, and inertly: learning rates, schedulers, torchtitan's
@@ -94,7 +94,7 @@ class DCP:
         listed = read_listing([folder.file(file) for file in files])
         found = find_arrays(listed, folder)
         objects = _Objects(listed, found)
-        sorted_out = _sort_out(listed, found.arrays, objects, self.model, folder.name)
+        sorted_out = _sort_out(listed, found, objects, self.model, folder.name)
         config, problems = _config(folder)
         meta |= {
             **listed.about,
@@ -106,7 +106,14 @@ class DCP:
         }
 
         def stored() -> Checkpoint:
-            return replace(native, arrays=found.arrays, optimizer={}, names="stored", views={"native": lambda: native})
+            return replace(
+                native,
+                arrays=found.arrays,
+                optimizer={},
+                unavailable=found.unavailable,
+                names="stored",
+                views={"native": lambda: native},
+            )
 
         native: Checkpoint = Checkpoint(
             sorted_out.arrays,
@@ -114,7 +121,7 @@ class DCP:
             optimizer=sorted_out.optimizer,
             meta=meta,
             config=config,
-            unavailable=found.unavailable,
+            unavailable=sorted_out.unavailable,
             problems=(*_problems(listed, found, files), *problems),
             views={"stored": stored},
         )
@@ -213,7 +220,7 @@ def _lacks(names: Sequence[str]) -> str:
         return f"there is {METADATA}.tmp, but no {METADATA}, which is written last"
     if data:
         return f"there are {len(data)} data files ({listing(data, 3)}), but no {METADATA}, which is written last"
-    return f"there is no {METADATA}, but {listing(names, 5) or 'nothing'}"
+    return f"there is no {METADATA}, but {listing(names, 5) or 'nothing else either'}"
 
 
 def _unfinished(folder: Folder, names: Sequence[str]) -> str:
@@ -311,6 +318,7 @@ class _SortedOut:
     arrays: dict[str, Array]
     optimizer: dict[str, dict[str, Array]]
     scalars: dict[str, Array]
+    unavailable: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,9 +331,7 @@ class _State:
     field: str
 
 
-def _sort_out(
-    listed: Listing, arrays: Mapping[str, Array], objects: Mapping[str, Any], model: str | None, folder: str
-) -> _SortedOut:
+def _sort_out(listed: Listing, known: Found, objects: Mapping[str, Any], model: str | None, folder: str) -> _SortedOut:
     """Take the optimizers' state and the counters out of the arrays."""
     roots = {key[: match.start()] for key in (*listed.tensors, *listed.objects) if (match := _GROUPS.search(key))}
     stems = {root: f"{root}." if root else "" for root in sorted(roots)}
@@ -344,16 +350,25 @@ def _sort_out(
         head = _head({_bare(s.weight) for s in states}, native, root, model, folder)
         for state in states if head is not None else ():
             weight = native.get(f"{head}{_bare(state.weight)}", f"{head}{state.weight}")
-            shape, known = listed.tensors[state.key].shape, listed.tensors.get(weight)
-            if shape == known.shape and state.field != "step" if known else shape:
+            shape, trained = listed.tensors[state.key].shape, listed.tensors.get(weight)
+            if shape == trained.shape and state.field != "step" if trained else shape:
                 placed[state.key] = KINDS.get(state.field, state.field), weight
-    found = _SortedOut({}, {}, {})
-    for key, array in arrays.items():
+    often = Counter(placed.values())
+    placed = {key: place for key, place in placed.items() if often[place] == 1}  # of two optimizers, neither is the one meant
+    found = _SortedOut({}, {kind: {} for kind in sorted({kind for kind, _ in placed.values()})}, {}, {})
+    for key, tensor in listed.tensors.items():
+        array, why = known.arrays.get(key), known.unavailable.get(key, "")
         if key in placed:
             kind, weight = placed[key]
-            found.optimizer.setdefault(kind, {})[weight] = array
-        elif not array.shape and (key in owner or key == "step" or listed.paths.get(key, (key,))[0] == "train_state"):
-            found.scalars[key] = array
+            if array is None:
+                found.unavailable[f"optimizer.{kind}.{weight}"] = why
+            else:
+                found.optimizer[kind][weight] = array
+        elif not tensor.shape and (key in owner or key == "step" or listed.paths.get(key, (key,))[0] == "train_state"):
+            if array is not None:
+                found.scalars[key] = array
+        elif array is None:
+            found.unavailable[key] = why
         else:
             found.arrays[key] = array
     return found

@@ -59,18 +59,21 @@ from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, listing
 from meshload.source import ByteSource, Folder
 
+from .._cuts import Cut as Cut
 from .._cuts import Declared, Shards, check_declared, whole
 from .._torch_file import Tensor, TorchFile
 from .._zero import (
+    NETWORK,
     Partition,
     Refused,
-    TagFiles,
     by_fragments,
     consecutive,
     dict_of,
     each_alone,
-    files_of_tag,
+    has_tag,
     is_count,
+    is_tag,
+    mapped,
     names_of,
     placed,
     plain,
@@ -90,7 +93,10 @@ from .._zero_weights import (
     with_stored,
 )
 
-NO_MOMENTS = ("worker_error", "server_error")
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""Adam's and SGD's."""
+
+NO_MOMENTS = ("step", "worker_error", "server_error")
 """Flat tensors in an optimizer's state that no parameter has a part of: 1-bit Adam's."""
 
 
@@ -117,6 +123,8 @@ class DeepSpeed:
             raise LayoutError(f"weights={self.weights!r}: 'module' or 'master' was expected")
         if not all(isinstance(tie, str) and is_count(layer) for tie, layer in self.tied.items()):
             raise LayoutError(f"tied={dict(self.tied)!r}: ties to layer numbers were expected")
+        if isinstance(self.parameters, str):
+            raise LayoutError(f"parameters={self.parameters!r}: a list of names was expected")
         check_declared(self.cut)
 
     def matches(self, folder: Folder) -> bool:
@@ -124,9 +132,7 @@ class DeepSpeed:
         if folder.entry is not None:
             return False
         listed = folder.names()
-        if "zero/" in listed:
-            return False
-        return bool(TagFiles.of(listed, folder.name)) or bool(_tags(folder, listed))
+        return is_tag(listed) or ("zero/" not in listed and bool(_tags(folder, listed)))
 
     def open(self, folder: Folder) -> Checkpoint:
         """Read the headers of a tag. Damage makes arrays unavailable; a damaged tag that `latest` names is refused."""
@@ -152,7 +158,7 @@ def _tags(folder: Folder, listed: Sequence[str]) -> list[str]:
     """Return the folders in a root that hold a tag, in the order of their numbers."""
     inner = [n[:-1] for n in listed if n.endswith("/")]
     is_root = {"latest", "zero_to_fp32.py"} & set(listed) or any(n.startswith("global_step") for n in inner)
-    return sorted((n for n in inner if files_of_tag(folder, n)), key=_by_number) if is_root else []
+    return sorted((n for n in inner if has_tag(folder, n)), key=_by_number) if is_root else []
 
 
 def _by_number(tag: str) -> tuple[int, str]:
@@ -163,14 +169,14 @@ def _by_number(tag: str) -> tuple[int, str]:
 def _found(folder: Folder, tag: str | None) -> _Place:
     listed = folder.names()
     if tag is not None:
-        if not files_of_tag(folder, tag):
+        if not has_tag(folder, tag):
             raise FormatError(f"{folder.name}: there is no tag {tag!r}; its tags are: {listing(_tags(folder, listed)) or 'none'}")
         return _Place(folder.inside(tag), tag, False)
-    if TagFiles.of(listed, folder.name):
+    if is_tag(listed):
         return _Place(folder, re.split(r"[/\\]", folder.name.rstrip("/"))[-1], False)
     latest, tags = tag_named(folder, "latest"), _tags(folder, listed)
     if latest is not None:
-        if not files_of_tag(folder, latest):
+        if not has_tag(folder, latest):
             raise FormatError(_unfinished(folder, latest, {}))
         return _Place(folder.inside(latest), latest, True)
     if len(tags) != 1:
@@ -259,9 +265,10 @@ class _Opening:
         """Raise where the files are of different saves, as after one that did not finish."""
         save, stale = self.save, set(self.save.stale)
         steps: dict[Any, list[str]] = {}
-        for optimizer in save.optimizers.values():
-            step = optimizer.step()
-            if step is not None and optimizer.file.source.name not in stale:
+        optimizers = [o for o in save.optimizers.values() if o.file.source.name not in stale]
+        is_far = any(o.file.source.gap >= NETWORK for o in optimizers[:1])
+        for optimizer, step in zip(optimizers, mapped(Optimizer.step, optimizers, is_far), strict=True):
+            if step is not None:
                 steps.setdefault(step, []).append(optimizer.file.source.name)
         if len(steps) > 1:
             told = "; ".join(f"step {step:g}: {listing(files, 3)}" for step, files in steps.items())
@@ -299,16 +306,21 @@ class _Opening:
                     partition = self._consecutive(mp, number, ranks, names if shapes is not None else None)
                     yield _Group(number, mp, ranks, partition, native)
                 except Refused as error:
-                    self._lose([native.get(n, n) for n in names], mp, str(error))
+                    self._lose([native.get(n, n) for n in names or first.fragments(number) or ()], mp, str(error))
 
     def _groups_of_stage3(self, mp: int, first: Optimizer, shapes: list[dict[str, Shape]] | None) -> Iterator[_Group]:
         ranks = ranks_of_stage3(self.save, mp)
+        if shapes is None:
+            alike = [g for m, of in self.save.shapes.items() if m // self.save.tp == mp // self.save.tp for g in of or ()]
+            file = self.save.files.shards.get((mp, 0), f"zero_pp_rank_0_mp_rank_{mp:02d}_model_states.pt")
+            self._lose([n for g in alike for n in g], mp, self.save.why(file))
+            return
         layers = self.save.state.get("ds_autoep_layers")
         prefixes = [str(dict_of(e).get("expert_key_prefix")) for e in layers] if type(layers) is list else []
         try:
-            groups = self._aligned(first, shapes or [], len(ranks))
+            groups = self._aligned(first, shapes, len(ranks))
         except Refused as error:
-            self._lose([n for g in shapes or () for n in g], mp, str(error))
+            self._lose([n for g in shapes for n in g], mp, str(error))
             return
         for number, shape_of in enumerate(groups):
             apart = [n for n in shape_of if any(n.startswith(f"{p}.") for p in prefixes)]
@@ -421,8 +433,7 @@ class _Opening:
             if (group.mp, r) in save.optimizers:
                 held[i] = save.optimizers[group.mp, r]
         lost = {i: save.why(save.optimizer_file(group.mp, r)) for i, r in enumerate(group.ranks) if i not in held}
-        kinds = dict.fromkeys(k for o in held.values() for k, v in o.state(group.number).items() if _is_moment(k, v))
-        for kind in ("master", *kinds):
+        for kind in ("master", *self._moments(group, held)):
             for name, of in group.partition.needing(list(lost)).items() if lost else ():
                 self.shards(kind).lose([group.native.get(name, name)], group.mp, "; ".join(lost[i] for i in of[:3]))
             try:
@@ -441,6 +452,19 @@ class _Opening:
                 continue
             renamed = {group.native.get(n, n): a for n, a in arrays.items()}
             self.shards(kind).add({n: a if a.name == n else replace(a, name=n) for n, a in renamed.items()}, group.mp)
+
+    def _moments(self, group: _Group, held: Mapping[int, Optimizer]) -> list[str]:
+        """Return the kinds of a group's moments. A tensor of a name that is not Adam's may be no parameter's: see its size."""
+        kinds: dict[str, bool] = {}
+        for i, optimizer in held.items():
+            for key, found in optimizer.state(group.number).items():
+                if _is_moment(key, found):
+                    fits = key in MOMENTS or (len(found.shape) == 1 and found.shape[0] >= max(2, group.partition.reach[i]))
+                    kinds[key] = kinds.get(key, False) or fits
+        others = [kind for kind, fits in kinds.items() if not fits]
+        if others:
+            self.notes["others"] = sorted({*self.notes.get("others", ()), *others})
+        return [kind for kind, fits in kinds.items() if fits]
 
     def _lose(self, names: Iterable[str], mp: int, why: str) -> None:
         self.shards("master").lose(names, mp, why)

@@ -30,9 +30,10 @@ from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, listing
 from meshload.source import Folder
 
+from .._cuts import Cut as Cut
 from .._cuts import Declared, Whole, check_declared, whole
 from .._torch_file import Tensor, TorchFile
-from .._zero import Refused, dict_of, files_of_tag, plain, read_files, scalar, tag_named
+from .._zero import NETWORK, Refused, dict_of, has_tag, mapped, plain, read_files, scalar, tag_named
 from .._zero_save import Save, read_config, read_save
 from .._zero_weights import EXPERT_NAME, LARGE, Weights, checkpoint_of, meta_of, rules_of, stored_files, with_stored
 
@@ -71,7 +72,7 @@ class Universal:
         if "zero/" in listed:
             return _is_zero(folder, "zero")
         latest = tag_named(folder, "latest") if "latest" in listed else None
-        if latest is not None and files_of_tag(folder, latest):
+        if latest is not None and has_tag(folder, latest):
             return False
         return bool(_tags(folder, listed))
 
@@ -148,7 +149,7 @@ def _read(inner: Folder, save: Save, weights: Weights) -> _Found:
     problems = [] if isinstance(state, TorchFile) else [Problem(f"{state}; its groups are not known", file=STATE)]
     shapes = {n: s for groups in save.shapes.values() for g in groups or () for n, s in g.items()}
     wholes: dict[str, Whole] = {"master": Whole()}
-    steps: dict[str, Any] = {}
+    steps: dict[str, TorchFile] = {}
     notes: dict[str, Any] = {}
     for name, files in files_of.items():
         if name in weights.aliases:
@@ -160,7 +161,7 @@ def _read(inner: Folder, save: Save, weights: Weights) -> _Found:
                 if not isinstance(found, TorchFile):
                     raise Refused(str(found))
                 if made is None:
-                    steps[name] = scalar(found, found.root)
+                    steps[name] = found
                 elif shapes and name not in shapes and name in weights.shards.found:
                     continue  # a copy of what the module has
                 else:
@@ -204,7 +205,9 @@ def _array(name: str, file: TorchFile, shape: Shape | None, save: Save) -> Array
     return replace(array, pieces=array.pieces.split(0, shape), shape=shape)
 
 
-def _meta(state: Any, steps: Mapping[str, Any]) -> dict[str, Any]:
+def _meta(state: Any, files: Mapping[str, TorchFile]) -> dict[str, Any]:
+    is_far = any(f.source.gap >= NETWORK for f in list(files.values())[:1])
+    steps = dict(zip(files, mapped(lambda file: scalar(file, file.root), list(files.values()), is_far), strict=True))
     root = dict_of(state.root) if isinstance(state, TorchFile) else {}
     of = dict_of(dict_of(root.get("optimizer_state_dict")).get("state"))
     step: Any = next((s for s in (scalar(state, dict_of(v).get("step")) for v in of.values()) if s is not None), None)
