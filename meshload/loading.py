@@ -25,6 +25,7 @@ from .naming import (
     model_of,
     moment_step,
     naming_names,
+    naming_of,
     shown,
     take_apart,
     tied,
@@ -68,7 +69,13 @@ def open(path: Any, *, format: str | Format | None = None, config: Any = None) -
 
 def _ties(arrays: Mapping[str, Array], config: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the tied weights that are stored under one name only, as the config ties them."""
-    model = model_of(CANONICAL, config)
+    found = _tied_in(CANONICAL, arrays, config)
+    naming = naming_of(arrays, config) if found else None  # a canonical name alone does not make all of them canonical
+    return found if naming is None or naming == CANONICAL else _tied_in(naming, arrays, config)
+
+
+def _tied_in(naming: str, arrays: Mapping[str, Array], config: Mapping[str, Any] | None) -> dict[str, str]:
+    model = model_of(naming, config)
     pairs = [] if model is None else [*model.ties.items(), *((name, alias) for alias, name in model.ties.items())]
     return {alias: name for alias, name in pairs if alias not in arrays and name in arrays}
 

@@ -25,8 +25,9 @@ from meshload.errors import FormatError, LayoutError, MeshloadWarning, MissingAr
 from meshload.formats import installed
 from meshload.source import open_folder
 from meshload.testing import CountedFolder, FormatSuite, InMemory, ramp, read_safetensors, same_bits, write_checkpoint
-from meshload_adapters import _distcp
+from meshload_adapters import _distcp, _distcp_chunks
 from meshload_adapters._distcp import Listing, read_listing
+from meshload_adapters._distcp_chunks import Chunks
 from meshload_adapters.formats.dcp import DCP
 
 torch = pytest.importorskip("torch", reason="torch, which writes these files, is not installed")
@@ -197,7 +198,7 @@ def test_every_dtype_and_shape_of_torchs_writer_is_read(tmp_path: Path) -> None:
 
 
 def test_tensors_that_are_not_row_major_in_their_entries_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_distcp, "BLOCK", 256)
+    monkeypatch.setattr(_distcp_chunks, "BLOCK", 256)
     wide = torch.arange(120, dtype=torch.float32)
     state = {
         "channels_last": wide.reshape(2, 3, 4, 5).to(memory_format=torch.channels_last),
@@ -213,6 +214,14 @@ def test_tensors_that_are_not_row_major_in_their_entries_are(tmp_path: Path, mon
         assert same_bits(found[name][1:], values(tensor)[1:]), name
         assert same_bits(found[name].T, values(tensor).T), name
         assert same_bits(found[name][..., 1:3], values(tensor)[..., 1:3]), name
+
+
+def test_entries_that_differ_in_nothing_but_their_strides_are_told_apart(tmp_path: Path) -> None:
+    square = torch.arange(36.0).reshape(6, 6)
+    state = {"a": square, "b": square.t(), "c": square + 1, "d": (square + 1).t()}
+    for names in ("abcd", "badc"):
+        found = meshload.restore(saved(tmp_path / names, {n: state[n] for n in names}), layout="replicated", into="numpy")
+        assert [n for n in names if not same_bits(found[n], values(state[n]))] == []
 
 
 def test_a_rank_may_hold_several_chunks(tmp_path: Path) -> None:
@@ -336,6 +345,8 @@ def test_of_two_models_that_fit_alike_one_is_asked_for(tmp_path: Path) -> None:
     assert found.optimizer == {}
     assert "optim.state.l1.weight.exp_avg" in found
     assert list(opened(folder, model="critic").optimizer["exp_avg"]) == ["critic.l1.weight", "critic.l2.weight"]
+    with pytest.raises(LayoutError, match=r"DCP\(model='judge'\): no weight's name begins so; there are actor\.l1\.weight"):
+        opened(folder, model="judge")
 
 
 def test_two_optimizers_of_one_weight_stay_ordinary_arrays(tmp_path: Path) -> None:
@@ -466,8 +477,8 @@ def test_neighbouring_small_entries_share_a_read(tmp_path: Path) -> None:
 
 def test_entries_of_one_layout_are_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[int] = []
-    honest = _distcp.Chunks._parsed
-    monkeypatch.setattr(_distcp.Chunks, "_parsed", lambda self, k, view: (parsed.append(k), honest(self, k, view))[1])
+    honest = Chunks._parsed
+    monkeypatch.setattr(Chunks, "_parsed", lambda self, k, view: (parsed.append(k), honest(self, k, view))[1])
     state = {f"w{i}": torch.full((4, 4), i, dtype=torch.float32) for i in range(20)} | {"v": torch.ones(16)}
     meshload.restore(saved(tmp_path / "c", state), layout="replicated", into="numpy")
     assert len(parsed) == 2
@@ -526,7 +537,7 @@ def as_values(found: Listing) -> Any:
 def plainly(raw: bytes, monkeypatch: pytest.MonkeyPatch) -> Listing:
     """Read metadata by the machine alone."""
     with monkeypatch.context() as patch:
-        patch.setattr(_distcp._Runs, "shortcuts", {})
+        patch.setattr(_distcp.Runs, "shortcuts", {})
         return listing_of(raw)
 
 
@@ -616,7 +627,7 @@ def test_work_grows_with_the_number_of_chunks_and_stays_small(tmp_path: Path, mo
     assert more < 2.1 * few
     assert deep < 2.1 * few
     with monkeypatch.context() as patch:
-        patch.setattr(_distcp._Runs, "shortcuts", {})
+        patch.setattr(_distcp.Runs, "shortcuts", {})
         assert 3 * few < calls(lambda: opened(tmp_path / "20_32"))  # what the machine takes, opcode by opcode
 
 

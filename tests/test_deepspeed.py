@@ -454,8 +454,10 @@ def test_a_tied_name_is_not_guessed_where_rank_0_is_lost(tmp_path: Path) -> None
 def test_fragments_are_followed_where_there_are_no_shapes(deepspeed_classes: None, tmp_path: Path) -> None:
     path = shutil.copytree(GOLDEN["z2-bf16-dp2-roundrobin-aligned"], tmp_path / "copy")
     expected = opened(path)
-    changed(path / "global_step2" / "mp_rank_00_model_states.pt", lambda tree: tree.update(param_shapes=None))
+    file = path / "global_step2" / "mp_rank_00_model_states.pt"
+    changed(file, lambda tree: tree.update(param_shapes=None, optimizer={"clip_grad": 1.0}))  # as bf16 pipelines without ZeRO
     found = opened(path)
+    assert found.problems == ()
     for kind, arrays in expected.optimizer.items():
         assert set(found.optimizer[kind]) == set(arrays)
         assert all(is_equal(found.optimizer[kind][n], np.asarray(a)) for n, a in arrays.items())

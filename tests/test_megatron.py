@@ -1130,8 +1130,19 @@ def test_buckets_lie_where_megatron_puts_them(seed: int) -> None:
     expected = plain_buckets(sizes, limit, alone, dp=int(chance.integers(1, 6)))
     made = buckets(sizes, limit=limit, alone=alone)
     assert [list(zip(b.numbers, b.starts, strict=True)) for b in made] == expected
-    assert laid_out(sizes, [b.size for b in made], limit=limit, alone=alone) == made
-    assert laid_out(sizes, [sum(b.size for b in made) + 1], limit=limit, alone=alone) is None
+    told = {"limit": limit, "alone": alone}
+    total = sum(b.size for b in made)
+    together = laid_out(sizes, [total], coalesced=True, **told)
+    assert together is not None
+    assert positions(together) == positions(made)
+    assert laid_out(sizes, [total + 1], coalesced=True, **told) is None
+    apart = laid_out(sizes, [b.size for b in made], coalesced=False, **told)
+    assert apart in (made, None)  # None where another version's layout has the same lengths
+
+
+def positions(made: Sequence[Any]) -> list[tuple[int, int]]:
+    before = itertools.accumulate((b.size for b in made), initial=0)
+    return [(n, at + start) for b, at in zip(made, before, strict=False) for n, start in zip(b.numbers, b.starts, strict=True)]
 
 
 @pytest.mark.parametrize("seed", range(6))

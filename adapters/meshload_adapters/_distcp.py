@@ -9,7 +9,7 @@ Read from torch 2.13 (https://github.com/pytorch/pytorch/tree/main/torch/distrib
                           None where the dict was not flattened
     storage_data          {MetadataIndex(fqn, offset, index): _StorageInfo(relative_path, offset, length, transform_descriptors)}
     storage_meta          StorageMeta(checkpoint_id, save_id, load_id, modules), or None
-    version               "1.0.0"; files before torch 2.8 lack it
+    version               "1.0.0"; older files lack it
 
 `properties` is TensorProperties, whose state is (dtype, layout, requires_grad, memory format, pin_memory); `size` is the whole
 shape; `chunks` are ChunkStorageMetadata(offsets, sizes), boxes in elements. A chunk's place is found by its key and offsets (for
@@ -21,36 +21,36 @@ Each rank may write a `__{rank}.metadata` of its own in place of the common one 
 same, with replicated chunks listed once per rank.
 
 Two things here are about size, since there may be a million chunks. Where in its entry a tensor lies is not in `.metadata`, and
-finding out takes a read per entry; so the arrays' pieces count from where the entries begin, in a source (`Chunks`) that looks it
-up when bytes of the entry are wanted. And the two kinds of records that there are many of are read in runs (`Runs`).
+finding out takes a read per entry; so the arrays' pieces count from where the entries begin, in a source that looks it up when
+bytes of the entry are wanted (`_distcp_chunks.py`). And the records that there are many of are read in runs (`_distcp_runs.py`).
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshload.array import Array
-from meshload.box import Shape, boxes_of_run, row_major
+from meshload.box import Shape
 from meshload.errors import FormatError, MeshloadError
 from meshload.pieces import Ints, Pieces
-from meshload.source import Bytes, ByteSource, Folder, read_bytes
+from meshload.source import ByteSource, Folder, read_bytes
 
-from ._pickle import Global, Record, Shortcut, unpickle
+from ._distcp_chunks import Chunks
+from ._distcp_runs import METADATA, Place, Runs, called, short
+from ._pickle import Global, Record, unpickle
 from ._torch_file import DTYPES, MAX_NDIM, TOO_LARGE, Tensor, TorchFile
 
 OBJECT_LIMIT = 256 << 20
 """Bytes of an entry that is no tensor; more are not read at once."""
 
 FILES_AT_ONCE = 16
-
 
 
 # --- what is listed ---------------------------------------------------------------------------------------------------
@@ -391,14 +391,18 @@ def _chunk_sources(rows: _Rows, nbytes: Ints, tensors: Mapping[str, Listed], sou
     """Return, per file, the source of its chunks; None where it has none."""
     order = np.lexsort((rows.offset, rows.file))
     bounds = np.searchsorted(rows.file[order], np.arange(len(sources) + 1))
-    names, listed = list(tensors), list(tensors.values())
+    names, dtypes = list(tensors), [t.dtype for t in tensors.values()]
+    ndim = np.asarray([len(t.shape) for t in tensors.values()], np.int64)
     found: list[Chunks | None] = []
     for i, source in enumerate(sources):
         of = order[bounds[i] : bounds[i + 1]]
         if not len(of):
             found.append(None)
             continue
-        found.append(Chunks(source, rows.offset[of], rows.length[of], nbytes[of], rows.tensor[of], rows.shape[of], names, listed))
+        tensor = rows.tensor[of]
+        found.append(
+            Chunks(source, rows.offset[of], rows.length[of], nbytes[of], tensor, rows.shape[of], ndim[tensor], names, dtypes)
+        )
     return found
 
 

@@ -66,8 +66,11 @@ class Chunks:
     """Bytes of its tensor."""
     tensor: Ints
     shape: Ints
+    ndim: Ints
+    """Dims of the tensor; more in `shape` are filled up."""
     names: Sequence[str]
-    listed: Sequence[Listed]
+    """Of all tensors, in this file or not, as `dtypes`."""
+    dtypes: Sequence[str]
 
     unit = 1
 
@@ -118,12 +121,11 @@ class Chunks:
         if layout.strides is None:
             view.read_into(begin + skip, out)
         else:
-            itemsize = DTYPES[self.listed[int(self.tensor[k])].dtype].itemsize
+            itemsize = DTYPES[self.dtypes[int(self.tensor[k])]].itemsize
             _gather(view, begin, layout.strides, self._shape(k), itemsize, skip, out)
 
     def _shape(self, k: int) -> Shape:
-        ndim = len(self.listed[int(self.tensor[k])].shape)
-        return tuple(self.shape[k, :ndim].tolist())
+        return tuple(self.shape[k, : int(self.ndim[k])].tolist())
 
     def _layout(self, k: int, view: ByteSource) -> _Layout:
         found = self._layouts.get(k)
@@ -133,7 +135,7 @@ class Chunks:
 
     def _look_up(self, k: int, view: ByteSource) -> _Layout:
         begin, length, nbytes = int(self.offset[k]), int(self.length[k]), int(self.nbytes[k])
-        kind = (self.listed[int(self.tensor[k])].dtype, self._shape(k), length)
+        kind = (self.dtypes[int(self.tensor[k])], self._shape(k), length)
         if not isinstance(view, _Held):
             middle = begin + length - EDGE
             view = _held(_held(view, begin, min(begin + EDGE, begin + length)), max(begin, middle), begin + length)
@@ -159,15 +161,19 @@ class Chunks:
             file = TorchFile.open(view, begin, begin + length)
         except FormatError as error:
             raise FormatError(f"{what} cannot be used: {error}") from error
-        found, dtype = file.root, self.listed[tensor].dtype
+        found, dtype = file.root, self.dtypes[tensor]
         if not isinstance(found, Tensor) or (found.dtype, found.shape) != (dtype, shape):
-            kind = f"{found.dtype} {found.shape}" if isinstance(found, Tensor) else f"{_called(found)}, no tensor"
+            kind = f"{found.dtype} {found.shape}" if isinstance(found, Tensor) else f"{_kind(found)}, no tensor"
             raise FormatError(f"{what} is {kind}, expected is {dtype} {shape}")
         pieces = file.array(found, what).pieces
         strides = tuple(pieces.strides[0].tolist())
         usual = row_major(shape, DTYPES[dtype].itemsize)
         is_usual = all(n == 1 or s == u for n, s, u in zip(shape, strides, usual, strict=True))
         return _Layout(int(pieces.offset[0]) - begin, None if is_usual else strides)
+
+
+def _kind(found: Any) -> str:
+    return f"{found.module}.{found.name}" if isinstance(found, Record | Global) else type(found).__name__
 
 
 _CHECKSUMS = re.compile(rb"(?<=PK\x07\x08).{4}|(?<=PK\x01\x02.{12}).{4}|\d{40}", re.DOTALL)

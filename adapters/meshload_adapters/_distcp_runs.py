@@ -247,17 +247,17 @@ def _integer(raw: bytes) -> int:
 
 
 def called(found: Any) -> str:
+    """Return the name of a value's class, for messages."""
     return f"{found.module}.{found.name}" if isinstance(found, Record | Global) else type(found).__name__
 
 
 def short(found: Any) -> str:
-    text = repr(found) if type(found) in (str, int, tuple) else called(found)
+    """Show a value that may be anything: what is not plain, by its class."""
+    is_plain = type(found) is tuple and len(found) <= 32 and all(type(n) in (int, str) for n in found)
+    text = repr(found) if is_plain or type(found) in (str, int, float, bool) else called(found)
     return text if len(text) < 100 else f"{text[:100]} ..."
 
 
-def _is_size(found: Any) -> bool:
-    return type(found) is int and 0 <= found < 1 << 62  # bool is an int, too
-
-
 def are_sizes(found: Any) -> TypeGuard[Shape]:
-    return type(found) is tuple and all(map(_is_size, found))
+    """Say whether this is a shape or a start: whole numbers that are not negative."""
+    return type(found) is tuple and all(type(n) is int and 0 <= n < 1 << 62 for n in found)  # bool is an int, too

@@ -8,9 +8,12 @@ the padding before it. https://github.com/NVIDIA/Megatron-LM, `megatron/core/dis
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 ALIGNED = 64
 """Elements."""
@@ -64,17 +67,35 @@ def buckets(
     return found
 
 
-def laid_out(sizes: Sequence[int], expected: Sequence[int], *, limit: int | None, alone: Collection[int]) -> list[Bucket] | None:
-    """Return the buckets whose sizes are those expected, in what any version would have made of the parameters; else None.
+def laid_out(
+    sizes: Sequence[int],
+    stored: Sequence[int],
+    *,
+    limit: int | None,
+    alone: Collection[int],
+    coalesced: bool,
+    replicas: int | None = None,
+) -> list[Bucket] | None:
+    """Return the buckets that hold as many elements as are stored, as some version laid them; None where none or several fit.
 
-    One number is expected where the file holds them one after another. Layouts that put a parameter elsewhere differ in their
-    sum: each gap is there or not.
+    `stored` is the length of each bucket, perhaps padded for so many `replicas`; or, where they are `coalesced`, of all together.
+    Then layouts that put a parameter elsewhere differ in their sum, since each gap is there or not.
     """
+    multiples = {1} if replicas is None else {1, replicas, math.lcm(replicas, 128)}
+    fitting: dict[Any, list[Bucket]] = {}
     for made in _candidates(sizes, limit, alone):
         found = [b.size for b in made]
-        if found == list(expected) or (len(expected) == 1 and sum(found) == expected[0]):
-            return made
-    return None
+        if coalesced and sum(found) == stored[0]:
+            before = itertools.accumulate(found, initial=0)
+            fitting.setdefault(
+                tuple(
+                    (n, base + at) for b, base in zip(made, before, strict=False) for n, at in zip(b.numbers, b.starts, strict=True)
+                ),
+                made,
+            )
+        elif not coalesced and any([-(-n // multiple) * multiple for n in found] == list(stored) for multiple in multiples):
+            fitting.setdefault(tuple(made), made)
+    return next(iter(fitting.values())) if len(fitting) == 1 else None
 
 
 def _candidates(sizes: Sequence[int], limit: int | None, alone: Collection[int]) -> Iterator[list[Bucket]]:

@@ -291,7 +291,7 @@ def _cut(
     alone = {i for i, unit in enumerate(units) if unit[0].name in shared}
     held = next(iter(buffer.buckets.values()))
     expected = [a.shape[0] for a in held]
-    made = laid_out(sizes, expected, limit=limit, alone=alone)
+    made = laid_out(sizes, expected, limit=limit, alone=alone, coalesced=buffer.is_coalesced)
     if made is None:
         raise Refused(
             f"buffer {buffer.number} of group {buffer.group} has {expected[:4]} elements, its {len(sizes)} parameters have "

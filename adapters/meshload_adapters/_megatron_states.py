@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._megatron import bucket_limit
+from ._megatron import bucket_limit, number
 from ._megatron_buffers import Refused, laid_out
 from ._megatron_ranks import BUFFERS_FILE, COPY, Rank
 from ._megatron_shards import EMBEDDING, HEAD, Shard, parameters, taken_apart
@@ -219,8 +219,9 @@ def _unpacked(rank: Rank, file: TorchFile, source: int, values: Any, members: Se
     shared = {EMBEDDING, HEAD} if run.tied and run.pp > 1 else set()
     alone = {n for n, m in enumerate(members) if m[1] in shared}
     held = [_length(v.get("param")) for v in listed] if listed is not None else [_length(first.get("param"))]
-    expected = [int(first["numel_unpadded"])] if type(first.get("numel_unpadded")) is int else held
-    made = laid_out(sizes, expected, limit=limit, alone=alone)
+    expected = [first["numel_unpadded"]] if listed is None and type(first.get("numel_unpadded")) is int else held
+    replicas = number(run.args, "data_parallel_size", 1) or 1
+    made = laid_out(sizes, expected, limit=limit, alone=alone, coalesced=listed is None, replicas=replicas)
     if made is None:
         raise Refused(
             f"{rank.folder}/{BUFFERS_FILE}: a buffer has {expected[:4]} elements, its {len(sizes)} parameters have {sum(sizes)}; "

@@ -23,12 +23,12 @@ nothing), in three forms:
     state.<number>.<field>              optimizer.state_dict(): numbers have names only where param_groups.<i>.param_names are there
 
 Fields with the weight's shape are in `optimizer["exp_avg"]` and so on, by the native name of the weight, whether the weight is
-frozen by now or not; `momentum_buffer` is called `momentum`. Numbers (`step`) are in `meta["scalars"]`, lazy; other fields stay
-ordinary arrays, and so do those whose weight is not told, or that two optimizers have for one weight. `<fqn>` lacks the key under which the model was saved: it is the one
-under which the most of the names are found, `model` or none where several do.
+frozen by now or not; `momentum_buffer` is called `momentum`. Numbers (`step`) are in `meta["scalars"]`, lazy. Other fields stay
+ordinary arrays, and so do those whose weight is not told, or that two optimizers have for one weight. `<fqn>` lacks the key
+under which the model was saved: it is the one under which the most of the names are found, `model` or none where several do.
 
 `meta["objects"]` reads what is no tensor when it is asked for, and inertly: learning rates, schedulers, torchtitan's
-`dataloader` (a pickle within, given as bytes). Seen: torch 2.2 to 2.13.
+`dataloader` (a pickle within, given as bytes). Read from torch 2.13.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import Any
 
 from meshload.array import Array
 from meshload.checkpoint import Checkpoint, Problem
-from meshload.errors import FormatError, MeshloadError, MeshloadWarning, listing
+from meshload.errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, listing
 from meshload.source import Folder, LocalFolder, open_folder, read_bytes
 
 from .._distcp import Found, Listing, find_arrays, load_object, read_listing
@@ -53,6 +53,9 @@ SUFFIX = ".distcp"
 
 JSON_LIMIT = 16 << 20
 """Real configs have a few KB."""
+
+LOOKED_INTO = 8
+"""Steps in a folder of steps that are listed to tell whose they are; each may be a request over a network."""
 
 KINDS = {"momentum_buffer": "momentum"}
 """Fields of torch's optimizers that go by another name here."""
@@ -188,8 +191,8 @@ def _steps(folder: Folder, names: Iterable[str]) -> dict[str, int]:
     """Return the folders of steps, by ascending number; nothing where none of them holds a checkpoint."""
     found = {n[:-1]: int(match[1]) for n in names if (match := _STEP.fullmatch(n))}
     found = dict(sorted(found.items(), key=lambda item: item[1]))
-    mine = (name for name in reversed(found) if _is_checkpoint(inside := folder.inside(name), inside.names()))
-    return found if next(mine, None) is not None else {}
+    last = list(found)[-LOOKED_INTO:]
+    return found if any(_is_checkpoint(inside := folder.inside(name), inside.names()) for name in last) else {}
 
 
 def _latest(folder: Folder, steps: Mapping[str, int]) -> tuple[str, dict[str, str]]:
@@ -427,7 +430,10 @@ def _whole(objects: Mapping[str, Any], key: str) -> Any:
 def _head(weights: set[str], native: Mapping[str, str], root: str, model: str | None, folder: str) -> str | None:
     """Return what stands before the optimizer's names in those of the weights; None where that cannot be told."""
     if model is not None:
-        return f"{model}." if model else ""
+        head = f"{model}." if model else ""
+        if not any(name.startswith(head) for name in native):
+            raise LayoutError(f"{folder}: DCP(model={model!r}): no weight's name begins so; there are {listing(native, 5)}")
+        return head
     counts: Counter[str] = Counter()
     for name in native:
         at = 0

@@ -474,7 +474,7 @@ class _Opening:
     def _without_partitions(self) -> None:
         for mp, file in self.save.states.items():
             optimizer = dict_of(dict_of(file.root).get("optimizer"))
-            if not optimizer:
+            if not optimizer or self.save.files.optimizers:  # BF16_Optimizer without ZeRO writes a few scalars here, too
                 continue
             try:
                 _add_named(self, mp, file, optimizer)

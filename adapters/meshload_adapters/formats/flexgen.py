@@ -4,14 +4,15 @@ Files. `{path}/{model}-np/` holds one file per parameter, whose name is the para
 
     decoder.embed_tokens.weight  decoder.embed_positions.weight  decoder.layers.0.self_attn.q_proj.weight ...  lm_head.weight
 
-Each is a file as `numpy.save` writes it: `\\x93NUMPY`, version, the length of a header (2 bytes little endian; 4 since version 2),
-the header, a Python literal such as `{'descr': '<f2', 'fortran_order': False, 'shape': (101, 32), }`, and the elements. FlexGen writes
-version 1.0, row-major, and float16 where the source was. A dtype that NumPy lacks (bfloat16) is written as bytes that mean nothing
-(`|V2`); those are refused.
+Each is a file as `numpy.save` writes it: `\\x93NUMPY`, version, the length of a header (2 bytes little endian; 4 since version
+2), the header, a Python literal such as `{'descr': '<f2', 'fortran_order': False, 'shape': (101, 32), }`, and the elements.
+FlexGen writes version 1.0, row-major, and float16 where the source was. A dtype that NumPy lacks (bfloat16) is written as bytes
+that mean nothing (`|V2`); those are refused.
 
-There is no config, no index and no mark of completeness; the shapes are all that tells sizes, and nothing tells the heads. FlexGen
-takes whatever file is there, so an interrupted conversion leaves empty or short ones that it trusts; here such a file is named. What
-some layers have is missed in the others. A `config.json` in the folder, which FlexGen does not write, is read too.
+There is no config, no index and no mark of completeness; the shapes are all that tells sizes, and nothing tells the heads.
+FlexGen takes whatever file is there, so an interrupted conversion leaves empty or short ones that it trusts; here such a file
+is named. What some layers have is missed in the others. A `config.json` in the folder, which FlexGen does not write, is read
+too.
 """
 
 from __future__ import annotations
