@@ -129,8 +129,10 @@ def _joined(shape: Sequence[int], sharding: Any, arrays: Sequence[Any]) -> Any:
 
 def _x64() -> Any:
     import jax
+    import jax.experimental
 
-    return jax.enable_x64(True)
+    before: Any = jax.experimental  # where it stood in older versions
+    return (jax.enable_x64 if hasattr(jax, "enable_x64") else before.enable_x64)(True)
 
 
 def _device(device: Any) -> Any:
