@@ -157,11 +157,13 @@ class Collector:
         return tuple(chosen(view.inventory.unexpected, self.include, self.exclude)) if view.inventory else ()
 
     def doubles(self) -> list[tuple[str, str]]:
-        """Return the tied names that are both stored."""
+        """Return the tied names that are both stored, under whatever names."""
         target, inventory = self.view.target, self.view.inventory
         if target is None or inventory is None:
             return []
-        return [(a, n) for a, n in target.ties.items() if a in inventory.names and n in inventory.names]
+        stored = {line.name: [inventory.parts.get(part) for part in line.parts] for line in target.table.lines}
+        pairs = [(a, n) for a, n in target.ties.items() if all(stored.get(a, [None])) and all(stored.get(n, [None]))]
+        return [(a, n) for a, n in pairs if not any(one is other for one, other in zip(stored[a], stored[n], strict=True))]
 
     def check_globs(self) -> None:
         """Raise where `include` leaves nothing of what there is."""

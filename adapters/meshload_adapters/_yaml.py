@@ -119,29 +119,30 @@ class _Reader:
     def mapping(self, indent: int, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         while self.ahead() == indent:
-            line = self.lines[self.at]
+            begun, line = self.at, self.lines[self.at]
             quick = _SIMPLE.match(line)
+            self.at += 1
+            value: Any
             if quick is not None and quick[3] not in _WORDS and not self._goes_on(indent):
                 key, value = quick[2], quick[3]
-                self.at += 1
             else:
                 match = _KEY.match(line, indent)
                 if match is None:
+                    self.at = begun
                     if line[indent:][:2] in ("? ", "?"):
                         self.refuse("a complex key")
                     break
                 key = self._key(match[0][:-1].rstrip())
-                self.at += 1
                 value = self.value(line[match.end() :].strip(), indent, depth, items=indent)
             if key in found:
-                self.at -= 1
+                self.at = begun
                 self.refuse(f"the key {key!r} a second time")
             found[key] = value
         return found
 
     def _goes_on(self, indent: int) -> bool:
-        """Say whether the line after this one is more indented."""
-        following = self.lines[self.at + 1 : self.at + 2]
+        """Say whether the next line is more indented, or blank."""
+        following = self.lines[self.at : self.at + 1]
         return bool(following) and (not following[0].strip() or following[0][indent : indent + 1] in (" ", "\t", "#"))
 
     def _key(self, text: str) -> str:
@@ -254,15 +255,14 @@ class _Reader:
         def escaped(match: re.Match[str]) -> str:
             code = match[1]
             if code[0] in "xuU":
+                if len(code) == 1 or int(code[1:], 16) > 0x10FFFF:
+                    self.refuse_last(f"the escape \\{code}, which is no character")
                 return chr(int(code[1:], 16))
             if code not in _ESCAPES:
                 self.refuse_last(f"the escape \\{code}")
             return _ESCAPES[code]
 
-        try:
-            return re.sub(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", escaped, text[1:-1])
-        except (ValueError, OverflowError):
-            self.refuse_last("an escape that is no character")
+        return re.sub(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", escaped, text[1:-1], flags=re.DOTALL)
 
 
 def _is_item(bare: str) -> bool:
