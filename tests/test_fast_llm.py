@@ -16,7 +16,7 @@ import pytest
 import tensorstore
 
 import meshload
-from meshload import FormatError, LayoutError, MeshloadError
+from meshload import FormatError, LayoutError, MeshloadError, MeshloadWarning
 from meshload.errors import MissingArray, MissingPieces
 from meshload.formats import installed
 from meshload.pattern import Table, parse_table, refined
@@ -381,9 +381,9 @@ def test_vectors_of_different_dtypes_are_refused(folder: Path) -> None:
 
 def test_an_unfinished_save_is_told(folder: Path) -> None:
     (folder / "ok").unlink()
-    checkpoint = meshload.open(folder)
+    with pytest.warns(MeshloadWarning, match="no file ok, which is written last: the save may not have finished"):
+        checkpoint = meshload.open(folder)
     assert [p.file for p in checkpoint.problems] == ["ok"]
-    assert "may not have finished" in checkpoint.problems[0].text
     assert len(checkpoint) == 38
 
 

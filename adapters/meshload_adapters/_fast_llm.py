@@ -103,8 +103,6 @@ class Parameter:
     inner: int
     shape: Shape
     is_split: bool = False
-    is_summed: bool = True
-    """Whether its gradients are summed over tensor ranks where sequences are split over them; a split one's never are."""
     decays: bool = True
     is_frozen: bool = False
 
@@ -112,10 +110,10 @@ class Parameter:
         """Number of elements that one tensor rank holds."""
         return self.outer * (self.cut // tp if self.is_split else self.cut) * self.inner
 
-    def key(self, decay: str) -> tuple[bool, bool, bool]:
-        """What its place in a group is sorted by."""
+    def key(self, decay: str) -> tuple[bool, bool]:
+        """What its place in a group is sorted by. (Fast-LLM's third key parts what is never in one group.)"""
         decays = self.decays or decay == "all"
-        return decays, decays == self.is_split, decays != (self.is_summed and not self.is_split)
+        return decays, decays == self.is_split
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +152,6 @@ class _Around:
         shape: Shape,
         *,
         is_split: bool = False,
-        is_summed: bool = True,
         decays: bool = True,
     ) -> Parameter:
         if is_split and parts[1] % self.tp:
@@ -163,7 +160,7 @@ class _Around:
         if told is not None:
             decays = bool(section.number("weight_decay", None) if not isinstance(told, bool) else told)
         frozen = self.inside(section).is_frozen
-        return Parameter(name, *parts, shape, is_split, is_summed, decays, frozen)
+        return Parameter(name, *parts, shape, is_split, decays, frozen)
 
 
 def model_of(base: Section, tp: int) -> Model:
@@ -224,7 +221,7 @@ def _embeddings(section: Section, around: _Around) -> Iterator[Parameter]:
     yield around.parameter(name, word, (1, vocab, hidden), (vocab, hidden), is_split=is_split)
     if position.flag("enabled", False):
         n, name = section.size("num_position_embeddings", 2048), "embeddings.position_embeddings_weight"
-        yield around.parameter(name, position, (1, n, hidden), (n, hidden), is_summed=not is_split)
+        yield around.parameter(name, position, (1, n, hidden), (n, hidden))
 
 
 def _head(name: str, section: Section, embeddings: Section, around: _Around) -> Iterator[Parameter]:

@@ -27,6 +27,7 @@ in `optimizer["master"]` as well.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,7 @@ import numpy as np
 
 from meshload.array import Array, stored_whole
 from meshload.checkpoint import Checkpoint, Problem
-from meshload.errors import FormatError, LayoutError, MeshloadError, SourceError, listing
+from meshload.errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, SourceError, listing
 from meshload.pieces import Ints, Pieces, empty
 from meshload.source import ByteSource, Folder, read_bytes
 
@@ -314,6 +315,7 @@ def _distributed(folder: Folder, told: Mapping[str, Any], config: Section, decay
     if not folder.has("ok"):
         text = f"{folder.name}: there is no file ok, which is written last: the save may not have finished"
         problems.append(Problem(text, file="ok"))
+        warnings.warn(text, MeshloadWarning, stacklevel=4)
     more = [f for f in _rank_files(folder) if int(f[5:].partition(".")[0]) >= ranks.count]
     if more:
         problems.append(Problem(f"{listing(more)}: not of this run, which has {ranks.count} ranks", file=more[0]))

@@ -17,7 +17,6 @@ too.
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 from collections import defaultdict
@@ -37,6 +36,11 @@ from meshload.source import ByteSource, Folder, read_bytes
 from .._json import parsed
 
 MAGIC = b"\x93NUMPY"
+
+HEADER = re.compile(
+    r"\{\s*'descr':\s*(?P<descr>'[^'\n]*'|\[[^\n]*\]),\s*'fortran_order':\s*(?P<fortran>True|False),"
+    r"\s*'shape':\s*\((?P<shape>|\d{1,19},|\d{1,19}(?:,\s*\d{1,19})+,?)\),?\s*\}\s*"
+)
 
 HEADER_LIMIT = 10_000
 """NumPy's own limit for headers that are not trusted, in bytes."""
@@ -223,23 +227,17 @@ def _array(source: ByteSource) -> Array:
 
 def _described(text: str, file: str) -> tuple[np.dtype[Any], Shape, bool]:
     """Return what a header says: dtype, shape, and whether the first dim runs fastest."""
+    match = HEADER.fullmatch(text)
+    if match is None:
+        raise FormatError(f"{file}: its header is not as NumPy writes it, with descr, fortran_order and shape: {text[:100]!r}")
+    descr, shape = match["descr"], tuple(int(n) for n in re.findall(r"\d+", match["shape"]))
+    if not re.fullmatch(r"'(<[fiuc]\d{1,2}|\|[biu]1)'", descr):
+        more = "; bfloat16 written by NumPy looks so, and its bits are not known to be that" if descr.startswith("'|V") else ""
+        raise FormatError(f"{file}: its dtype is {descr[:40]}, little-endian numbers were expected{more}")
     try:
-        found = ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise FormatError(f"{file}: its header is no Python literal: {text[:60]!r}") from error
-    if not isinstance(found, dict) or set(found) != {"descr", "fortran_order", "shape"}:
-        raise FormatError(f"{file}: its header is to have descr, fortran_order and shape, found {text[:80]!r}")
-    descr, is_fortran, shape = found["descr"], found["fortran_order"], found["shape"]
-    if not isinstance(descr, str) or not re.fullmatch(r"<[fiuc]\d{1,2}|\|[biu]1", descr):
-        more = "; bfloat16 written by NumPy looks so, and its bits are not known to be that" if str(descr).startswith("|V") else ""
-        raise FormatError(f"{file}: its dtype is {descr!r}, little-endian numbers were expected{more}")
-    try:
-        dtype = np.dtype(descr)
+        dtype = np.dtype(descr[1:-1])
     except TypeError as error:
-        raise FormatError(f"{file}: its dtype is {descr!r}, which NumPy does not know") from error
-    is_shape = isinstance(shape, tuple) and len(shape) <= MAX_NDIM and all(type(n) is int and n >= 0 for n in shape)
-    if not is_shape or math.prod(n or 1 for n in shape) >= TOO_LARGE or not isinstance(is_fortran, bool):
-        raise FormatError(
-            f"{file}: its shape is {str(shape)[:80]}, fortran_order {is_fortran!r}; a tuple of sizes and a bool were expected"
-        )
-    return dtype, shape, is_fortran
+        raise FormatError(f"{file}: its dtype is {descr}, which NumPy does not know") from error
+    if len(shape) > MAX_NDIM or math.prod(n or 1 for n in shape) >= TOO_LARGE:
+        raise FormatError(f"{file}: its shape is {str(shape)[:80]}, of more than {MAX_NDIM} dims or {TOO_LARGE} elements")
+    return dtype, shape, match["fortran"] == "True"
