@@ -4,6 +4,7 @@ from .array import Array, concatenate, interleave, stack
 from .box import Box
 from .checking import Report, check
 from .checkpoint import Checkpoint, Problem
+from .converting import convert
 from .errors import (
     CopiesDiffer,
     FormatError,
@@ -45,6 +46,7 @@ __all__ = [
     "SourceError",
     "check",
     "concatenate",
+    "convert",
     "interleave",
     "open",
     "plan",

@@ -5,12 +5,13 @@ A format describes, and moves no payload: it reads headers and indexes and retur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from .box import Box
 from .checkpoint import Checkpoint
 from .errors import FormatError, LayoutError
-from .source import Folder
+from .source import Folder, LocalFolder
 
 
 @runtime_checkable
@@ -30,6 +31,25 @@ class Format(Protocol):
 
     def open(self, folder: Folder) -> Checkpoint:
         """Read headers and indexes, and say everything that the format says."""
+
+
+Parts = Mapping[str, Sequence[tuple[int, Box]]]
+"""Which rank of the target mesh holds which box of an array; empty where there is no mesh."""
+
+
+@runtime_checkable
+class Writer(Format, Protocol):
+    """A format that can also be written."""
+
+    @property
+    def naming(self) -> str:
+        """The naming of the arrays that it writes, where the model's family has a table for it."""
+
+    def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
+        """Lay out all files but their payload, so that `open` gives the arrays of `like`, stored nowhere else."""
+
+    def commit(self, folder: LocalFolder) -> None:
+        """Write what says that the payload is there."""
 
 
 def installed() -> dict[str, Format]:

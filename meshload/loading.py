@@ -189,7 +189,7 @@ def restore(
     _warn(request)
     made = request.plan
     buffers = buffers_for(made)
-    with _shown_progress(progress) as report:
+    with shown_progress(progress) as report:
         read(made, buffers, progress=report)
     request.check_ties(buffers)
     return request.place(buffers, device)
@@ -376,7 +376,7 @@ def _request(
         merge_gap,
         apart=rank == "all",
     )
-    cast = _as_dtype(dtype, framework)
+    cast = as_dtype(dtype, framework)
     dtypes = {n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {}
     scales = {} if cast is None else _scales(made, checkpoint.config, cast)
     quantisation = (checkpoint.config or {}).get("quantization_config")
@@ -426,7 +426,8 @@ def _scales(made: Plan, config: Mapping[str, Any] | None, cast: np.dtype[Any]) -
     return found
 
 
-def _as_dtype(dtype: Any, framework: Framework) -> np.dtype[Any] | None:
+def as_dtype(dtype: Any, framework: Framework) -> np.dtype[Any] | None:
+    """Return the floating dtype that the caller means, in NumPy's, ml_dtypes' or the framework's words."""
     if dtype is None:
         return None
     import ml_dtypes
@@ -455,7 +456,8 @@ def _warn(request: _Request) -> None:
         )
 
 
-def _shown_progress(progress: Progress | bool | None) -> Any:
+def shown_progress(progress: Progress | bool | None) -> Any:
+    """Return a context that gives the function to report to: the caller's, or the terminal's bar."""
     import contextlib
 
     if progress is True:

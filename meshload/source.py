@@ -414,12 +414,17 @@ class ChunkedArray:
     def size(self) -> int:
         return math.prod(self.grid) * self.unit
 
-    def read_chunk(self, k: int) -> NDArray[Any]:
+    def slices(self, k: int) -> tuple[slice, ...]:
+        """Return chunk `k`'s clipped box as an index."""
         at = np.unravel_index(k, self.grid) if self.grid else ()
-        box = tuple(slice(int(i) * c, min((int(i) + 1) * c, n)) for i, c, n in zip(at, self.chunk, self.shape, strict=True))
+        return tuple(slice(int(i) * c, min((int(i) + 1) * c, n)) for i, c, n in zip(at, self.chunk, self.shape, strict=True))
+
+    def read_chunk(self, k: int) -> NDArray[Any]:
+        box = self.slices(k)
         try:
             return np.asarray(self.store[box].read(order="C").result(), order="C")
         except (ValueError, OSError) as error:
+            at = np.unravel_index(k, self.grid) if self.grid else ()
             raise SourceError(f"{self.name}: chunk {'.'.join(str(int(i)) for i in at) or '0'} cannot be read: {error}") from error
 
     def pieces(self) -> Pieces:

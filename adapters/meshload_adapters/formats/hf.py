@@ -3,9 +3,9 @@
 Files. A folder holds `model.safetensors`, or `model.safetensors.index.json` and the shards that it names, by habit
 `model-00001-of-00005.safetensors`. A variant stands before the suffix: `model.fp16.safetensors`,
 `model.safetensors.index.fp16.json`, `model.fp16-00001-of-00002.safetensors`. Mistral's own releases say `consolidated` for
-`model`. `config.json` beside them describes the model. Repositories ship the same weights several times, and other files that
-look alike, so nothing is ever merged by globbing: the index decides, and what it does not name is told in
-`meta["unlisted"]`. Where an index and `model.safetensors` are both there, the index decides too.
+`model`, with `params.json` beside them (`_params.py`). `config.json` describes the model. Repositories ship the same weights
+several times, and other files that look alike, so nothing is ever merged by globbing: the index decides, and what it does not
+name is told in `meta["unlisted"]`. Where an index and `model.safetensors` are both there, the index decides too.
 
 A safetensors file (https://huggingface.co/docs/safetensors) is, as version 0.8 of the library reads it:
 
@@ -32,6 +32,7 @@ the last piece ends. A rank missing in between shows as a hole, a missing last o
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import struct
@@ -49,11 +50,15 @@ from meshload.array import Array
 from meshload.box import Shape
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, listing
+from meshload.formats import Parts
 from meshload.pieces import table
-from meshload.source import Folder, read_bytes
+from meshload.source import Folder, LocalFolder, read_bytes
+from meshload.writing import lay_out, put
 
 from .._json import parsed, short
+from .._params import config_of
 from .._safetensors import DTYPES, HEADER_LIMIT, SHARDING, Arrays, Entry, Header, read_header, read_headers, strides_of
+from .._safetensors_files import head, shards
 
 CONFIG_LIMIT = 16 << 20
 """Real ones have a few KB."""
@@ -71,10 +76,14 @@ class HuggingFace:
     """Who decides: the `index`; the `union` of it and of what else its files hold; or the files' `headers` alone."""
     variant: str | None = None
     """Such as `fp16`."""
+    max_shard_size: int | str = "5GB"
+    """In writing: bytes per file, or such as `"500MB"`; a larger array has a file of its own."""
     name: str = field(default="hf", init=False)
     order: int = field(default=80, init=False)
+    naming: str = field(default="hf", init=False)
 
     def __post_init__(self) -> None:
+        _bytes_of(self.max_shard_size)
         if self.index not in ("index", "union", "headers"):
             raise LayoutError(f"index={self.index!r}: 'index', 'union' or 'headers' was expected")
 
@@ -100,6 +109,23 @@ class HuggingFace:
         if self.index == "headers":
             return _checkpoint(folder, self._despite_index(folder, listed, stem, index), listed)
         return _checkpoint(folder, _by_index(folder, listed, index, union=self.index == "union"), listed)
+
+    def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
+        """Lay out `model.safetensors`, or numbered shards; whole arrays, however the mesh cuts them. Aliases are not stored."""
+        found = shards(like.arrays.values(), _bytes_of(self.max_shard_size))
+        single = _single_name(STEMS[0], self.variant)
+        stem, n = single.removesuffix(".safetensors"), len(found)
+        files = [single] if n == 1 else [f"{stem}-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+        for file, arrays in zip(files, found, strict=True):
+            lay_out(folder, file, *head(arrays))
+        if n > 1:
+            total = sum(a.nbytes for a in like.arrays.values())
+            file_of = {a.name: file for file, arrays in zip(files, found, strict=True) for a in arrays}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+            put(folder, _index_name(STEMS[0], self.variant), json.dumps(index, indent=2).encode() + b"\n")
+
+    def commit(self, folder: LocalFolder) -> None:
+        """Do nothing: the format has no marker, its index is there already."""
 
     def _consolidated(self, folder: Folder, listed: list[str]) -> bool:
         """Say whether only Mistral's names are there; asked for where there is a listing, so that HTTP is spared the requests."""
@@ -181,6 +207,15 @@ class HuggingFace:
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _bytes_of(size: int | str) -> int:
+    """Return a size in bytes: `5GB` is 5,000,000,000, as transformers has it; `5GiB` is 5 * 2**30."""
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?)B?", str(size).strip(), re.IGNORECASE) if not isinstance(size, bool) else None
+    found = int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ") if match else 0
+    if found <= 0:
+        raise LayoutError(f"max_shard_size={size!r}: a number of bytes, or such as '500MB', was expected")
+    return found
 
 
 def _single_name(stem: str, variant: str | None) -> str:
@@ -397,6 +432,8 @@ def _assembled(files: Sequence[str], headers: Sequence[Header]) -> _Contents:
 
 def _checkpoint(folder: Folder, found: _Contents, listed: Sequence[str]) -> Checkpoint:
     config, problems = _read_config(folder)
+    if config is None and not problems and all(f.startswith(STEMS[1]) for f in found.files) and folder.has("params.json"):
+        config = config_of(_read_json(folder, "params.json", CONFIG_LIMIT))
     used = {*found.files, found.index}
     meta = {
         "files": tuple(found.files),

@@ -57,7 +57,11 @@ import numpy as np
 from meshload.array import Array
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, MeshloadError, MeshloadWarning, listing
+from meshload.formats import Parts
 from meshload.source import ChunkedArray, Folder, LocalFolder, open_folder, read_bytes
+from meshload.writing import put
+
+from .._orbax_files import chunks, commit, lay_out_arrays, tree_of
 
 Path = tuple[str, ...]
 
@@ -89,10 +93,18 @@ class Orbax:
     """Which step of a CheckpointManager: its number or its folder's name; by default the latest complete one."""
     item: str | None = None
     """Which item of a step; needed where several are trees."""
+    zarr3: bool = False
+    """In writing: arrays of zarr version 3; Orbax's default is version 2."""
+    compress: bool = True
+    """In writing: zstd at level 1, as Orbax does; without it, writing is a copy."""
 
     @property
     def name(self) -> str:
         return "orbax"
+
+    @property
+    def naming(self) -> str:
+        return "hf"
 
     @property
     def order(self) -> int:
@@ -126,6 +138,16 @@ class Orbax:
             return _opened(folder, meta)
         step = self._step(folder, meta)
         return _opened(self._item(step, meta), meta)
+
+    def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
+        """Lay out one tree, a nested dict; a chunk is one rank's part of an array, or what makes up all parts."""
+        laid = {a.name: (a, chunks(a, parts.get(a.name, ()))) for a in like.arrays.values()}
+        put(folder, TREE, tree_of(laid, zarr3=self.zarr3))
+        lay_out_arrays(folder, laid, zarr3=self.zarr3, compress=self.compress)
+
+    def commit(self, folder: LocalFolder) -> None:
+        """Write `_CHECKPOINT_METADATA` and `commit_success.txt`."""
+        commit(folder)
 
     def _choose_nothing(self, folder: Folder) -> None:
         if self.step is not None or self.item is not None:
@@ -460,6 +482,7 @@ def _opened(item: Folder, meta: dict[str, Any]) -> Checkpoint:
         "orbax",
         optimizer=shown.optimizer,
         meta=meta | {"scalars": shown.scalars},
+        config=config if isinstance(config := _hint(item, "config.json"), dict) else None,
         unavailable=reasons,
         problems=problems,
         views={"stored": stored},
@@ -491,6 +514,7 @@ def _arrays(item: Folder, tree: _Tree, leaves: list[_Leaf]) -> tuple[dict[str, A
         "recheck_cached_metadata": "open",
         "recheck_cached_data": "open",
         "fill_missing_data_reads": tree.leaves_out_fill,
+        "store_data_equal_to_fill_value": True,
     }
     opening = []
     for leaf in leaves:

@@ -1,0 +1,161 @@
+"""A new Orbax checkpoint: the tree of its arrays, their chunks, and their metadata in one OCDBT database."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from meshload.array import Array
+from meshload.box import Box, Shape
+from meshload.errors import LayoutError, SourceError
+from meshload.source import LocalFolder
+from meshload.writing import put
+
+CHUNK = 64 << 20
+"""Bytes: chunks of arrays that no mesh cuts. A reader decodes a chunk whole, and many at a time."""
+DATA_FILE = 2 << 30
+"""Bytes per file of OCDBT, as Orbax has it."""
+HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
+
+DRIVERS = {True: "zarr3", False: "zarr"}
+
+
+def chunks(array: Array, parts: Sequence[tuple[int, Box]]) -> Shape:
+    """Return the chunk shape of which every rank's part is made whole; without parts, at most `CHUNK` bytes along the first dims.
+
+    >>> from meshload.pieces import empty
+    >>> chunks(Array("a", np.dtype("f4"), (13, 4), empty(2)), [(r, Box((4 * r, 0), (min(4, 13 - 4 * r), 4))) for r in range(4)])
+    (4, 4)
+    """
+    if not parts:
+        return _small(array.shape, array.dtype.itemsize)
+    found = []
+    for d, n in enumerate(array.shape):
+        edges = {e for _, box in parts for e in (box.start[d], box.stop[d])} - {0, n}
+        found.append(math.gcd(*edges) if edges else n)
+    return tuple(max(1, n) for n in found)
+
+
+def _small(shape: Shape, itemsize: int) -> Shape:
+    found = [max(1, n) for n in shape]
+    for d in range(len(found)):
+        inner = math.prod(found[d + 1 :]) * itemsize
+        found[d] = max(1, min(found[d], CHUNK // inner))
+        if found[d] > 1 or inner <= CHUNK:
+            break
+    return tuple(found)
+
+
+def lay_out_arrays(folder: LocalFolder, chunk_of: Mapping[str, tuple[Array, Shape]], *, zarr3: bool, compress: bool) -> None:
+    """Write the metadata of every array into one database; no chunk is written."""
+    import tensorstore as ts
+
+    context = ts.Context({"file_io_sync": False})
+    base = folder.kvstore.spec(unbind_context=True).to_json()
+    spec = {"driver": "ocdbt", "base": base, "target_data_file_size": DATA_FILE, "config": {"compression": {"id": "zstd"}}}
+    try:
+        database = ts.KvStore.open(spec, context=context).result()
+        opening = []
+        for name, (array, chunk) in chunk_of.items():
+            store = database.copy()
+            store.path += f"{name}/"
+            metadata = _zarr3(array, chunk, compress) if zarr3 else _zarr2(array, chunk, compress)
+            made = {"driver": DRIVERS[zarr3], "metadata": metadata}
+            opening.append(ts.open(made, kvstore=store, context=context, create=True, open=True))
+        for future in opening:
+            future.result()
+    except (ValueError, OSError) as error:
+        raise SourceError(f"{folder.name}: laying out {len(chunk_of)} arrays failed: {str(error)[:500]}") from error
+
+
+def _zarr2(array: Array, chunk: Shape, compress: bool) -> dict[str, Any]:
+    return {
+        "shape": list(array.shape),
+        "chunks": list(chunk),
+        "dtype": _zarr2_dtype(array),
+        "compressor": {"id": "zstd", "level": 1} if compress else None,
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "dimension_separator": ".",
+    }
+
+
+def _zarr2_dtype(array: Array) -> str:
+    dtype = np.dtype(array.dtype)
+    if dtype.kind in "biufc":
+        return dtype.newbyteorder("<").str
+    return dtype.name
+
+
+def _zarr3(array: Array, chunk: Shape, compress: bool) -> dict[str, Any]:
+    codecs: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    if compress:
+        codecs.append({"name": "zstd", "configuration": {"level": 1}})
+    return {
+        "shape": list(array.shape),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "data_type": np.dtype(array.dtype).name,
+        "codecs": codecs,
+    }
+
+
+def tree_of(arrays: Mapping[str, tuple[Array, Shape]], *, zarr3: bool) -> bytes:
+    """Return `_METADATA`: a nested dict, cut at the dots of the names."""
+    paths = paths_of(arrays)
+    described = {
+        str(path): {
+            "key_metadata": [{"key": key, "key_type": 2} for key in path],
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(arrays[name][1])},
+        }
+        for name, path in paths.items()
+    }
+    found = {
+        "tree_metadata": described,
+        "use_ocdbt": True,
+        "use_zarr3": zarr3,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    return json.dumps(found).encode()
+
+
+def paths_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Return each name's path: its words, but for a word that is another array's name too, which cannot be a dict as well.
+
+    >>> paths_of(["a.b", "a.b.c", "d.e"])
+    {'a.b': ('a', 'b'), 'a.b.c': ('a', 'b.c'), 'd.e': ('d', 'e')}
+    """
+    known = set(names)
+    found = {}
+    for name in known:
+        path: list[str] = []
+        for word in name.split("."):
+            if path and ".".join(path) in known:
+                path[-1:] = [f"{path[-1]}.{word}"]
+            else:
+                path.append(word)
+        if not all(path):
+            raise LayoutError(f"{name!r}: a name with an empty word cannot be a path in a tree")
+        found[name] = tuple(path)
+    return {name: found[name] for name in names}
+
+
+def commit(folder: LocalFolder) -> None:
+    """Write the markers of a finished save."""
+    now = time.time_ns()
+    said = {
+        "item_handlers": HANDLER,
+        "metrics": {},
+        "performance_metrics": {},
+        "init_timestamp_nsecs": now,
+        "commit_timestamp_nsecs": now,
+        "custom_metadata": {},
+    }
+    put(folder, "_CHECKPOINT_METADATA", json.dumps(said).encode())
+    put(folder, "commit_success.txt", b"")

@@ -1,0 +1,529 @@
+"""Writing is reading backwards: the pieces of a laid-out, still empty checkpoint are filled from those of another.
+
+A format lays out new files with all their headers and none of their payload; opened by the same format, their pieces say where
+each element belongs. The core cuts these pieces into items, joins the items to the stored pieces, and moves a few at a time
+under a memory ceiling. Everything happens in a sibling folder that takes the target's name at the very end.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .array import Array
+from .box import Box
+from .errors import LayoutError, SourceError
+from .pieces import Ints, Pieces
+from .planning import Job, Joined, Plan, Target, Targets
+from .planning import plan as join
+from .reading import Progress, buffers_for, read, values_of
+from .source import Bytes, ChunkedArray, LocalFile, LocalFolder
+
+MAX_BYTES = 512 << 20
+ITEM = 8 << 20
+"""Bytes of a file that are moved as one; as large as a good read."""
+MOVERS = 2
+"""Groups of items in flight: one is written while another is read."""
+
+
+class Sink(Protocol):
+    """The mirror of a source: it takes any range where its unit is 1, else whole units."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
+        """Begin to put values, row-major, at `start`; return what ends it. The values must not change in between."""
+
+    def holds(self, start: int, values: NDArray[Any]) -> bool:
+        """Say whether values are there already, put there by an earlier, interrupted writing."""
+
+    def flush(self) -> None:
+        """Return once all that was written is on the disk."""
+
+
+@dataclass(frozen=True, eq=False)
+class FileSink:
+    """A laid-out file on a local disk."""
+
+    path: Path
+    name: str
+
+    def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
+        view = _bytes(values)
+        with self._open(os.O_WRONLY) as descriptor:
+            while len(view):
+                try:
+                    n = os.pwrite(descriptor, view, start)
+                except OSError as error:
+                    raise _said(error, self.name, f"writing {len(view)} bytes at {start}") from error
+                view, start = view[n:], start + n
+        return _nothing
+
+    def copy(self, start: int, source: LocalFile, at: int, nbytes: int) -> bool:
+        """Let the system copy a range of another file; say no where it cannot, with nothing lost."""
+        with self._open(os.O_WRONLY) as descriptor, FileSink(source.path, source.name)._open(os.O_RDONLY) as other:
+            while nbytes:
+                try:
+                    n = os.copy_file_range(other, descriptor, nbytes, at, start)
+                except OSError as error:
+                    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                        raise _said(error, self.name, f"writing {nbytes} bytes at {start}") from error
+                    return False
+                if n == 0:
+                    raise SourceError(f"{source.name}: ends at byte {at}, expected {at + nbytes}; it was cut while being read")
+                at, start, nbytes = at + n, start + n, nbytes - n
+        return True
+
+    def holds(self, start: int, values: NDArray[Any]) -> bool:
+        wanted = _bytes(values)
+        with self._open(os.O_RDONLY) as descriptor:
+            return os.pread(descriptor, len(wanted), start) == wanted
+
+    def flush(self) -> None:
+        with self._open(os.O_RDONLY) as descriptor:
+            os.fdatasync(descriptor)
+
+    @contextmanager
+    def _open(self, flags: int) -> Iterator[int]:
+        try:
+            descriptor = os.open(self.path, flags | os.O_CLOEXEC)
+        except OSError as error:
+            raise _said(error, self.name, "opening it") from error
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkSink:
+    """A TensorStore array, written by whole chunks."""
+
+    source: ChunkedArray
+    context: Any
+    """TensorStore's, shared by the sinks of one writing, so that their writes share commits."""
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @cached_property
+    def store(self) -> Any:
+        import tensorstore
+
+        spec = self.source.store.spec(unbind_context=True)
+        try:
+            return tensorstore.open(spec, context=self.context, read=True, write=True, open=True).result()
+        except (ValueError, OSError) as error:
+            raise SourceError(f"{self.name}: cannot be opened for writing: {error}") from error
+
+    def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
+        writing = self.store[self._box(start)].write(values)
+
+        def end() -> None:
+            try:
+                writing.result()
+            except (ValueError, OSError) as error:
+                raise SourceError(f"{self.name}: writing chunk {start // self.source.unit} failed: {error}") from error
+
+        return end
+
+    def holds(self, start: int, values: NDArray[Any]) -> bool:
+        try:
+            found = self.store[self._box(start)].read(order="C").result()
+        except (ValueError, OSError):
+            return False  # a chunk that is not there
+        return bool(_bytes(np.asarray(found, order="C")) == _bytes(values))
+
+    def flush(self) -> None:
+        """Do nothing: a database is synced whole, in the end."""
+
+    def _box(self, start: int) -> tuple[slice, ...]:
+        return self.source.slices(start // self.source.unit)
+
+
+def _bytes(values: NDArray[Any]) -> memoryview:
+    return memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+def _nothing() -> None:
+    """Do nothing: the write has ended already."""
+
+
+def sink_of(source: Any, context: Any) -> Sink:
+    """Return the sink at the place of a source."""
+    if isinstance(source, LocalFile):
+        return FileSink(source.path, source.name)
+    if isinstance(source, ChunkedArray):
+        return ChunkSink(source, context)
+    raise LayoutError(f"{getattr(source, 'name', source)}: only local files and TensorStore arrays can be written")
+
+
+def _said(error: OSError, name: str, what: str) -> SourceError:
+    full = "; the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return SourceError(f"{name}: {what} failed: {error.strerror}{full}")
+
+
+# --- new files --------------------------------------------------------------------------------------------------------
+
+
+def put(folder: LocalFolder, file: str, data: bytes) -> None:
+    """Write a small file whole."""
+    lay_out(folder, file, data, len(data))
+
+
+def lay_out(folder: LocalFolder, file: str, head: bytes, size: int) -> None:
+    """Make a file of `size` bytes that begins with `head`; the rest is a hole, which reads as zeros."""
+    path = folder.path / file
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            view = memoryview(head)
+            while len(view):
+                view = view[os.write(descriptor, view) :]
+            os.ftruncate(descriptor, size)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _said(error, file, f"laying out {size} bytes") from error
+
+
+# --- filling ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One contiguous part of a sink: a box of one array."""
+
+    array: str
+    sink: Sink
+    start: int
+    """Where in the sink, in bytes."""
+    box: Box
+    dtype: np.dtype[Any]
+    """As it is written; the source's may differ."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Filling:
+    """What has to be moved: items, joined to where their elements are stored."""
+
+    items: Sequence[Item]
+    targets: Targets
+    joined: Joined
+    groups: Sequence[Ints]
+    """Numbers of items that are moved together, in the order of where they are stored."""
+    rows: Ints
+    """Numbers of copies, those of each target together ..."""
+    bounds: Ints
+    """... which begin here, by target."""
+    runs: Ints
+    """The copy that is an item whole, in one run of its source and unchanged; -1 where there is none."""
+    max_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+
+def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES) -> Filling:
+    """Join laid-out arrays to stored ones of the same shape, or raise what a plan raises, before anything is written."""
+    items: list[Item] = []
+    jobs: list[Job] = []
+    targets = Targets()
+    sinks: dict[int, Sink] = {}
+    context = _context()
+    room = max(1, max_bytes // (4 * MOVERS))
+    for made, stored in pairs:
+        if made.shape != stored.shape:
+            raise LayoutError(f"{made.name}: laid out as {made.shape}, stored as {stored.shape}")
+        boxes = _cut(made.pieces, made.dtype.itemsize, min(ITEM, room), made.name)
+        block = []
+        for number, start, first, shape in zip(
+            boxes.source.tolist(), boxes.offset.tolist(), boxes.start.tolist(), boxes.shape.tolist(), strict=True
+        ):
+            source = boxes.sources[number]
+            sink = sinks.get(id(source)) or sinks.setdefault(id(source), sink_of(source, context))
+            box = Box(tuple(first), tuple(shape))
+            items.append(Item(made.name, sink, start, box, made.dtype))
+            block.append(
+                Target(made.name, (0,), stored.dtype, box.shape, made.shape, box, box.size, stored.step, copies=stored.copies)
+            )
+        first_number = targets.add(block)
+        jobs.append(Job(made.name, stored.dtype.itemsize, _in_memory(boxes, first_number, stored), stored.pieces, stored.copies))
+    count = len(items)
+    joined = join(jobs, targets)
+    sizes = np.fromiter((t.nbytes for t in targets), np.int64, len(targets))[:count]
+    rows = np.argsort(joined.copies.target, kind="stable")
+    bounds = np.searchsorted(joined.copies.target[rows], np.arange(len(targets) + 1))
+    runs = _runs(items, targets, joined, rows, bounds)
+    return Filling(items, targets, joined, _groups(joined, sizes, room), rows, bounds, runs, max_bytes)
+
+
+def _runs(items: Sequence[Item], targets: Targets, joined: Joined, rows: Ints, bounds: Ints) -> Ints:
+    """Find the items that are one run of their source, bit for bit."""
+    count, copies = len(items), joined.copies
+    found = np.full(count, -1, np.int64)
+    single = np.flatnonzero(np.diff(bounds)[:count] == 1)
+    row = rows[bounds[single]]
+    dense, run = np.ones(len(row), bool), copies.itemsize[row].copy()
+    for d in range(copies.shape.shape[1] - 1, -1, -1):
+        dense &= (copies.strides[row, d] == run) | (copies.shape[row, d] == 1)
+        run = run * copies.shape[row, d]
+    found[single[dense]] = row[dense]
+    for i in np.flatnonzero(found >= 0).tolist():
+        target = targets[i]
+        if target.step is not None or target.dtype != items[i].dtype or i in joined.others:
+            found[i] = -1
+    return found
+
+
+def _context() -> Any:
+    import tensorstore
+
+    return tensorstore.Context({"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
+
+
+def _in_memory(rows: Pieces, first: int, stored: Array) -> Pieces:
+    """Return the wanted pieces: each row is a target of its own, row-major at its start."""
+    inner = np.ones_like(rows.shape)
+    for d in range(rows.ndim - 2, -1, -1):
+        inner[:, d] = inner[:, d + 1] * rows.shape[:, d + 1]
+    numbers = np.arange(first, first + len(rows))
+    return Pieces((), numbers, np.zeros(len(rows), np.int64), rows.start, rows.shape, inner * stored.dtype.itemsize)
+
+
+def _cut(pieces: Pieces, itemsize: int, limit: int, name: str) -> Pieces:
+    """Cut rows of files into boxes of at most `limit` bytes, each one contiguous run; whole chunks stay as they are."""
+    if not len(pieces):
+        return pieces
+    if any(s.unit != 1 for s in pieces.sources):
+        return pieces
+    dense = itemsize * np.ones(len(pieces), np.int64)
+    for d in range(pieces.ndim - 1, -1, -1):
+        if ((pieces.strides[:, d] != dense) & (pieces.shape[:, d] > 1)).any():
+            raise LayoutError(f"{name}: it is laid out in pieces that are not contiguous, which cannot be written")
+        dense = dense * pieces.shape[:, d]
+    for d in range(pieces.ndim):
+        inner = pieces.shape[:, d + 1 :].prod(axis=1, dtype=np.int64) * itemsize
+        extent = np.maximum(1, limit // inner)
+        parts = -(-pieces.shape[:, d] // extent)
+        if (parts == 1).all():
+            continue
+        rows = np.repeat(np.arange(len(pieces)), parts)
+        at = (np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)) * extent[rows]
+        part = pieces.take(rows)
+        start, shape = part.start.copy(), part.shape.copy()
+        start[:, d] += at
+        shape[:, d] = np.minimum(extent[rows], shape[:, d] - at)
+        pieces = Pieces(part.sources, part.source, part.offset + at * part.strides[:, d], start, shape, part.strides)
+    return pieces
+
+
+def _groups(joined: Joined, sizes: Ints, room: int) -> list[Ints]:
+    """Put items in the order of where they are stored, so that sources are read once and forward, and into groups that fit."""
+    copies = joined.copies
+    count = len(sizes)
+    place = np.full((count, 2), -1, np.int64)
+    mine = copies.target < count
+    order = np.lexsort((copies.offset, copies.source))
+    order = order[mine[order]][::-1]  # the first copy of each item is assigned last
+    place[copies.target[order], 0] = copies.source[order]
+    place[copies.target[order], 1] = copies.offset[order]
+    ranked = np.lexsort((place[:, 1], place[:, 0]))
+    ends = np.cumsum(sizes[ranked])
+    groups, first, base = [], 0, 0
+    while first < count:
+        last = max(first + 1, int(np.searchsorted(ends, base + room, side="right")))
+        groups.append(ranked[first:last])
+        first, base = last, int(ends[last - 1])
+    return groups
+
+
+def fill(
+    made: Filling,
+    *,
+    progress: Progress | None = None,
+    share: tuple[int, int] = (0, 1),
+    resume: bool = False,
+    lossy: bool = False,
+) -> None:
+    """Move the groups of this process's share, `(i, of)`; the first failure ends the rest and is raised.
+
+    With `resume`, what is there already is compared, and written where it differs. `lossy` allows steps (norm + 1) that cannot
+    be undone exactly.
+    """
+    number, of = share
+    n = len(made.groups)
+    mine = made.groups[number * n // of : (number + 1) * n // of]
+    total = sum(_nbytes(made, group.tolist()) for group in mine)
+    done = 0
+    if progress:
+        progress(0, total)
+    with ThreadPoolExecutor(MOVERS, thread_name_prefix="meshload-write") as pool:
+        waiting: list[Any] = []
+        try:
+            for group in mine:
+                if len(waiting) >= MOVERS:
+                    done = _advance(done + waiting.pop(0).result(), total, progress)
+                waiting.append(pool.submit(_move, made, group.tolist(), resume, lossy))
+            for future in waiting:
+                done = _advance(done + future.result(), total, progress)
+        except BaseException:
+            for future in waiting:
+                future.cancel()
+            raise
+
+
+def _move(made: Filling, group: Sequence[int], resume: bool, lossy: bool) -> int:
+    """Fill some items, and return their bytes."""
+    left = group if resume else [i for i in group if not _copied(made, i)]
+    if left:
+        plan = _plan_of(made, left)
+        buffers = buffers_for(plan)
+        read(plan, buffers)
+        written = [_written(made.items[i], plan, place, buffers, resume, lossy) for place, i in enumerate(left)]
+        for end in written:
+            end()
+    for sink in {id(made.items[i].sink): made.items[i].sink for i in group}.values():
+        sink.flush()
+    return _nbytes(made, group)
+
+
+def _copied(made: Filling, i: int) -> bool:
+    """Let the system copy an item that lies in one run of a local file, as it is to lie in another; say whether it did."""
+    item, row = made.items[i], made.runs[i]
+    copies = made.joined.copies
+    source = copies.sources[copies.source[row]] if row >= 0 else None
+    if not isinstance(source, LocalFile) or not isinstance(item.sink, FileSink):
+        return False
+    source.check()
+    return item.sink.copy(item.start, source, int(copies.offset[row]), item.nbytes)
+
+
+def _advance(done: int, total: int, progress: Progress | None) -> int:
+    if progress:
+        progress(done, total)
+    return done
+
+
+def _nbytes(made: Filling, group: Sequence[int]) -> int:
+    return sum(made.items[i].nbytes for i in group)
+
+
+def _plan_of(made: Filling, items: Sequence[int]) -> Plan:
+    """Return the plan that fills some items alone, and the further copies that they need."""
+    numbers = list(items)
+    others: dict[int, tuple[int, ...]] = {}
+    for place, i in enumerate(items):
+        more = made.joined.others.get(i, ())
+        if more:
+            others[place] = tuple(range(len(numbers), len(numbers) + len(more)))
+            numbers += more
+    rows = np.concatenate([made.rows[made.bounds[i] : made.bounds[i + 1]] for i in numbers])
+    target = np.repeat(np.arange(len(numbers)), [made.bounds[i + 1] - made.bounds[i] for i in numbers])
+    copies = replace(made.joined.copies.take(rows), target=target)
+    targets = [made.targets[i] for i in numbers]
+    return Plan(targets, copies, others, max_bytes=max(1, made.max_bytes // (2 * MOVERS)))
+
+
+def _written(item: Item, plan: Plan, place: int, buffers: dict[int, Bytes], resume: bool, lossy: bool) -> Callable[[], None]:
+    """Begin to write an item, and return what ends the writing."""
+    target = plan.targets[place]
+    stored = buffers.pop(place)
+    values = values_of(stored, target, [buffers.pop(n) for n in plan.others.get(place, ())])
+    if target.step is not None and not lossy:
+        back = target.step.inverse.apply(values)
+        if back.tobytes() != stored.tobytes():
+            raise LayoutError(
+                f"{item.array}: stored values {target.step.operator} {target.step.number:g} in {values.dtype.name} cannot be "
+                f"undone exactly; convert with dtype='float32', or say that rounding is meant by dtype={values.dtype.name!r}"
+            )
+    values = values if values.dtype == item.dtype else values.astype(item.dtype)
+    if resume and item.sink.holds(item.start, values):
+        return _nothing
+    return item.sink.write(item.start, values)
+
+
+# --- in a folder beside the target, until all is there ----------------------------------------------------------------
+
+NOTE = ".meshload-writing"
+"""A file in the unfinished folder that says what is being written there."""
+
+
+def remember(staging: LocalFolder, what: Mapping[str, Any]) -> None:
+    """Note what is being written; an unfinished folder of something else raises."""
+    text = json.dumps(what, sort_keys=True)
+    path = staging.path / NOTE
+    try:
+        if path.exists() and path.read_text(errors="replace") != text:
+            raise LayoutError(
+                f"{staging.path}: what was begun there is of another source, or with other options; "
+                f"remove it, or convert without resume=True, which does"
+            )
+        path.write_text(text)
+    except OSError as error:
+        raise _said(error, str(path), "noting what is written") from error
+
+
+def staging_of(target: Path) -> Path:
+    """Return the folder in which a target is made: hidden, beside it, so that a rename publishes it."""
+    return target.with_name(f".{target.name}.meshload-unfinished")
+
+
+def prepare(target: Path, *, resume: bool) -> LocalFolder:
+    """Return the folder to write into; a target that is there already, or cannot be made, raises."""
+    staging = staging_of(target)
+    try:
+        if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+            raise LayoutError(f"{target}: it exists already, and nothing is overwritten; remove it, or choose another name")
+        if staging.exists() and not resume:
+            shutil.rmtree(staging)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir(exist_ok=True)
+    except OSError as error:
+        raise _said(error, str(target), "making the folder") from error
+    return LocalFolder(staging)
+
+
+def publish(staging: LocalFolder, target: Path) -> None:
+    """Give a finished folder its name, once all of it is on the disk."""
+    try:
+        (staging.path / NOTE).unlink(missing_ok=True)
+        for path, folders, files in os.walk(staging.path, topdown=False):
+            for name in files:
+                _sync(os.path.join(path, name))
+            for name in folders:
+                _sync(os.path.join(path, name))
+        _sync(str(staging.path))
+        os.rename(staging.path, target)
+        _sync(str(target.parent))
+    except OSError as error:
+        raise _said(error, str(target), "publishing it") from error
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
