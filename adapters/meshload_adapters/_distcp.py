@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ from meshload.pieces import Ints, Pieces
 from meshload.source import ByteSource, Folder, read_bytes
 
 from ._distcp_chunks import Chunks
-from ._distcp_runs import METADATA, Place, Runs, called, short
+from ._distcp_runs import METADATA, Entries, Place, Runs, called, short
 from ._pickle import Global, Record, unpickle
 from ._torch_file import DTYPES, MAX_NDIM, TOO_LARGE, Tensor, TorchFile
 
@@ -66,8 +66,8 @@ class Listed:
     """Why it cannot be given as an array."""
     sizes: dict[Shape, Shape] = field(default_factory=dict)
     """Its chunks: offsets to sizes."""
-    entries: list[tuple[Shape, Place]] = field(default_factory=list)
-    """The chunks that were stored: offsets and place."""
+    rows: list[int] = field(default_factory=list)
+    """The chunks that were stored: their rows in the listing's entries."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +81,8 @@ class Listing:
     """The path of each key, where it was saved."""
     about: Mapping[str, Any]
     """`version`, `checkpoint_id`, `save_id`."""
+    entries: Entries = field(default_factory=Entries)
+    """What was stored of tensors and objects."""
 
 
 def read_listing(sources: Sequence[ByteSource]) -> Listing:
@@ -95,7 +97,7 @@ def read_listing(sources: Sequence[ByteSource]) -> Listing:
         _add(found, root.state, runs, source.name)
         for key, value in _about(root.state).items():
             about.setdefault(key, value)
-    return Listing(found.tensors, found.objects, found.paths, about)
+    return replace(found, about=about)
 
 
 def _add(found: Listing, state: Mapping[Any, Any], runs: Runs, file: str) -> None:
@@ -117,16 +119,19 @@ def _add(found: Listing, state: Mapping[Any, Any], runs: Runs, file: str) -> Non
             there = found.tensors[key] = _listed(dtype, layout, shape)
         elif (there.dtype, there.shape) != (_dtype_name(dtype), shape):
             raise FormatError(f"{file}: {key} is {_dtype_name(dtype)} {shape}, other ranks say {there.dtype} {there.shape}")
-        for start, sizes in chunks:
-            if there.sizes.setdefault(start, sizes) != sizes:
-                raise FormatError(f"{file}: {key}: its chunk at {start} has the sizes {sizes}, and {there.sizes[start]}")
-    for key, offset, place in runs.entries_of(stored, file):
-        if offset is None and key in objects:
-            found.objects[key].append(place)
-        elif offset is not None and key in found.tensors:
-            found.tensors[key].entries.append((offset, place))
+        for at, sizes in chunks:
+            if there.sizes.setdefault(at, sizes) != sizes:
+                raise FormatError(f"{file}: {key}: its chunk at {at} has the sizes {sizes}, and {there.sizes[at]}")
+    rows, entries, before = runs.rows_of(stored, file), runs.entries, len(found.entries)
+    for row in rows:
+        key, start = entries.key[row], entries.start[row]
+        if start is None and key in objects:
+            found.objects[key].append(entries.place(row))
+        elif start is not None and key in found.tensors:
+            found.tensors[key].rows.append(before + row)
         else:
-            raise FormatError(f"{file}: storage_data has {key} at offset {offset}, which state_dict_metadata does not list")
+            raise FormatError(f"{file}: storage_data has {key} at offset {start}, which state_dict_metadata does not list")
+    found.entries.extend(entries)
     paths = state.get("planner_data")
     for key, path in paths.items() if type(paths) is dict else ():
         if type(key) is str and type(path) is tuple and path and all(type(p) in (str, int) for p in path):
@@ -183,6 +188,8 @@ class _Rows:
 
     tensor: Ints
     """Which tensor; ascending."""
+    entry: Ints
+    """Its row in the listing's entries."""
     file: Ints
     """Which data file; -1 where it is not there."""
     offset: Ints
@@ -203,11 +210,11 @@ def find_arrays(listing: Listing, folder: Folder) -> Found:
     unavailable = {key: listed.refused for key, listed in listing.tensors.items() if listed.refused}
     tensors = {key: listed for key, listed in listing.tensors.items() if key not in unavailable}
     names = list(tensors)
-    rows, places = _rows(tensors, list(sources), unavailable)
+    rows = _rows(tensors, listing.entries, list(sources), unavailable)
     itemsize = np.asarray([DTYPES[t.dtype].itemsize for t in tensors.values()], np.int64)
     nbytes = rows.shape.prod(axis=1, dtype=np.int64) * itemsize[rows.tensor]
-    is_usable = np.ones(len(places), bool)
-    for mask, why in _faults(rows, places, nbytes, tensors, listing, sources, damage):
+    is_usable = np.ones(len(nbytes), bool)
+    for mask, why in _faults(rows, nbytes, tensors, listing, sources, damage):
         is_usable &= ~mask
         for row in np.flatnonzero(mask).tolist():
             name = names[int(rows.tensor[row])]
@@ -222,8 +229,7 @@ def find_arrays(listing: Listing, folder: Folder) -> Found:
 
 def _open_files(folder: Folder, listing: Listing) -> tuple[dict[str, ByteSource], dict[str, str]]:
     """Return the data files, and why others are none; several at a time, since asking a network takes its time."""
-    places = [p for listed in listing.tensors.values() for _, p in listed.entries]
-    files = list(dict.fromkeys(p.file for ps in (places, *listing.objects.values()) for p in ps))
+    files = list(dict.fromkeys(listing.entries.file))
 
     def attempt(file: str) -> ByteSource | str:
         try:
@@ -238,41 +244,39 @@ def _open_files(folder: Folder, listing: Listing) -> tuple[dict[str, ByteSource]
     return there, {file: why for file, why in found.items() if isinstance(why, str)}
 
 
-def _rows(tensors: Mapping[str, Listed], files: Sequence[str], unavailable: dict[str, str]) -> tuple[_Rows, list[Place]]:
-    number = {file: i for i, file in enumerate(files)}
-    places: list[Place] = []
+def _rows(tensors: Mapping[str, Listed], entries: Entries, files: Sequence[str], unavailable: dict[str, str]) -> _Rows:
     owner: list[int] = []
-    starts: list[Shape] = []
+    entry: list[int] = []
     shapes: list[Shape] = []
     is_first: list[bool] = []
     for i, (name, listed) in enumerate(tensors.items()):
         seen: set[Shape] = set()
-        ndim = len(listed.shape)
-        for start, place in listed.entries:
-            shape = listed.sizes.get(start)
-            if place.refused:
-                unavailable[name] = place.refused
-            elif shape is None or len(start) != ndim or len(shape) != ndim:
+        ndim, before = len(listed.shape), len(entry)
+        for row in listed.rows:
+            start = entries.start[row]
+            shape = listed.sizes.get(start) if start is not None else None
+            if row in entries.refused:
+                unavailable[name] = entries.refused[row]
+            elif start is None or shape is None or len(start) != ndim or len(shape) != ndim:
                 unavailable[name] = f"something is stored at {short(start)}, where no chunk of shape {listed.shape} is listed"
             else:
-                places.append(place)
-                owner.append(i)
-                starts.append(start)
+                entry.append(row)
                 shapes.append(shape)
                 is_first.append(start not in seen)
                 seen.add(start)
+        owner += [i] * (len(entry) - before)
     wide = max((len(listed.shape) for listed in tensors.values()), default=0)
-    return (
-        _Rows(
-            np.asarray(owner, np.int64),
-            np.asarray([number.get(p.file, -1) for p in places], np.int64),
-            np.asarray([p.offset for p in places], np.int64),
-            np.asarray([p.length for p in places], np.int64),
-            _padded(starts, wide, 0),
-            _padded(shapes, wide, 1),
-            np.asarray(is_first, bool),
-        ),
-        places,
+    number = {file: i for i, file in enumerate(files)}
+    rows = np.asarray(entry, np.int64)
+    return _Rows(
+        np.asarray(owner, np.int64),
+        rows,
+        np.asarray([number.get(file, -1) for file in entries.file], np.int64)[rows],
+        np.asarray(entries.offset, np.int64)[rows],
+        np.asarray(entries.length, np.int64)[rows],
+        _padded([entries.start[row] or () for row in entry], wide, 0),
+        _padded(shapes, wide, 1),
+        np.asarray(is_first, bool),
     )
 
 
@@ -290,7 +294,6 @@ _Fault = tuple[NDArray[np.bool_], Callable[[int], str]]
 
 def _faults(
     rows: _Rows,
-    places: Sequence[Place],
     nbytes: Ints,
     tensors: Mapping[str, Listed],
     listing: Listing,
@@ -302,18 +305,21 @@ def _faults(
     ndim = np.asarray([len(t.shape) for t in listed], np.int64)
     whole = _padded([t.shape for t in listed], rows.start.shape[1], 1)
 
+    def place_of(row: int) -> Place:
+        return listing.entries.place(int(rows.entry[row]))
+
     def chunk(row: int) -> str:
-        n, place = int(ndim[rows.tensor[row]]), places[row]
+        n, place = int(ndim[rows.tensor[row]]), place_of(row)
         box = f"its chunk at {tuple(rows.start[row, :n].tolist())} of shape {tuple(rows.shape[row, :n].tolist())}"
         return f"{box} is said to be at bytes {place.offset} to {place.offset + place.length} of {place.file}"
 
     absent: NDArray[np.bool_] = rows.file < 0
-    yield absent, lambda row: f"{chunk(row)}, which cannot be opened: {damage[places[row].file]}"
+    yield absent, lambda row: f"{chunk(row)}, which cannot be opened: {damage[place_of(row).file]}"
 
     sizes = np.asarray([s.size for s in sources.values()] or [0], np.int64)[rows.file]
     cut = ~absent & (rows.offset + rows.length > sizes)
     for row in np.flatnonzero(cut).tolist():
-        place = places[row]
+        place = place_of(row)
         damage.setdefault(
             place.file, f"truncated: an entry ends at byte {place.offset + place.length}, the file has {int(sizes[row])}"
         )

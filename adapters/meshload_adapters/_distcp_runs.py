@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeGuard
 
 from meshload.box import Shape
@@ -15,15 +16,52 @@ METADATA = "torch.distributed.checkpoint.metadata"
 
 STORAGE = "torch.distributed.checkpoint.filesystem"
 
+LARGEST = 1 << 62
+"""No offset, length or size is as large."""
+
 
 class Place(NamedTuple):
-    """Where an entry lies. (A tuple, since there may be a million.)"""
+    """Where an entry lies."""
 
     file: str
     offset: int
     length: int
     refused: str = ""
     """Why it cannot be read."""
+
+
+@dataclass(slots=True, eq=False)
+class Entries:
+    """What is stored, in columns, a row per entry: a million objects would cost each run of Python's garbage collector dearly."""
+
+    key: list[str] = field(default_factory=list)
+    start: list[Shape | None] = field(default_factory=list)
+    """Offsets of a chunk in its tensor; None for what is no tensor."""
+    file: list[str] = field(default_factory=list)
+    offset: list[int] = field(default_factory=list)
+    length: list[int] = field(default_factory=list)
+    refused: dict[int, str] = field(default_factory=dict)
+    """Row -> why it cannot be read."""
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    def add(self, key: str, start: Shape | None, place: Place) -> None:
+        if place.refused:
+            self.refused[len(self)] = place.refused
+        self.key.append(key)
+        self.start.append(start)
+        self.file.append(place.file)
+        self.offset.append(place.offset)
+        self.length.append(place.length)
+
+    def extend(self, more: Entries) -> None:
+        self.refused |= {len(self) + row: why for row, why in more.refused.items()}
+        for name in ("key", "start", "file", "offset", "length"):
+            getattr(self, name).extend(getattr(more, name))
+
+    def place(self, row: int) -> Place:
+        return Place(self.file[row], self.offset[row], self.length[row], self.refused.get(row, ""))
 
 
 # Pieces of patterns; each is a sequence of whole opcodes.
@@ -60,16 +98,20 @@ _Described = tuple[Any, Any, Shape, Iterable[tuple[Shape, Shape]]]
 class Runs:
     """Reads the records that there are many of, each in one step; in the machine's result their numbers stand for them.
 
-    A chunk's record takes some 30 opcodes, an entry's 40: with 100,000 chunks that is 11 s for the machine, and 1 s here. The
+    A chunk's record takes some 30 opcodes, an entry's 40: with 100,000 chunks that is 11 s for the machine, and 1 s here, where
+    what is kept is strings, numbers and shapes that recur (objects of their own took the garbage collector another second). The
     patterns are sequences of whole opcodes, as Python's pickle writes instances of these classes, so that what matches means
     the same to the machine, and what does not match is left to it. What others may refer to, strings and sizes, goes to the memo.
     """
 
     def __init__(self) -> None:
-        self.chunks: list[tuple[Shape, Shape]] = []
-        self.entries: list[tuple[str, Shape | None, Place]] = []
+        self.starts: list[Shape] = []
+        self.shapes: list[Shape] = []
+        """Of the chunks."""
+        self.entries = Entries()
         self.tensors: list[_Described] = []
         self._sizes: dict[bytes, Shape] = {}
+        self._texts: dict[bytes, str] = {}
         self._checked: set[tuple[bytes, ...]] = set()
 
     @property
@@ -99,31 +141,37 @@ class Runs:
         return [len(self.tensors) - 1], match.end()
 
     def _read_chunks(self, kind: Global, data: bytes, at: int, memo: dict[int, Any]) -> tuple[list[Any], int] | None:
-        first, match, n = len(self.chunks), _FIRST_CHUNK.match(data, at), len(memo)
+        sizes, first, match, n = self._sizes, len(self.starts), _FIRST_CHUNK.match(data, at), len(memo)
         expected = (kind, "offsets", "sizes")
         while match is not None:
             new, name, raw_start, other, raw_shape = match.groups()
-            start, shape = self._size(raw_start, memo), self._size(raw_shape, memo)
+            start = sizes.get(raw_start) or self._size(raw_start, memo)
+            shape = sizes.get(raw_shape) or self._size(raw_shape, memo)
             if start is None or shape is None or not self._are((new, name, other), expected, memo):
                 break
             memo[n] = memo[n + 1] = _HIDDEN  # the instance, its attributes
             n = _memoise_size(memo, _memoise_size(memo, n + 2, start), shape)
-            self.chunks.append((start, shape))
+            self.starts.append(start)
+            self.shapes.append(shape)
             at = match.end()
             match = _NEXT_CHUNK.match(data, at)
-        return (list(range(first, len(self.chunks))), at) if len(self.chunks) > first else None
+        return (list(range(first, len(self.starts))), at) if len(self.starts) > first else None
 
     def _read_entries(self, kind: Global, data: bytes, at: int, memo: dict[int, Any]) -> tuple[list[Any], int] | None:
-        first, match, n = len(self.entries), _FIRST_ENTRY.match(data, at), len(memo)
+        found, texts, sizes = self.entries, self._texts, self._sizes
+        first, match, n = len(found), _FIRST_ENTRY.match(data, at), len(memo)
         expected = (kind, "fqn", "index", "offset", _INFO, "relative_path", "offset", "length")
         while match is not None:
             new, a, raw_key, b, c, raw_start, info, d, raw_file, e, raw_offset, f, raw_length = match.groups()
-            key, file = _text(raw_key, memo), _text(raw_file, memo)
-            is_inline = len(raw_start) > 5 or (len(raw_start) > 2 and raw_start[0] == 104)
-            start = self._size(raw_start, memo) if is_inline else None if raw_start == b"N" else memo.get(_number(raw_start))
-            if key is None or file is None or (raw_start != b"N" and (start is None or not (is_inline or are_sizes(start)))):
-                break
-            if not self._are((new, a, b, c, info, d, e, f), expected, memo):
+            key = texts.get(raw_key) or self._text(raw_key, memo)
+            file = texts.get(raw_file) or self._text(raw_file, memo)
+            start = sizes.get(raw_start)
+            is_inline = start is not None or len(raw_start) > 5 or (len(raw_start) > 2 and raw_start[0] == 104)
+            if start is None and raw_start != b"N":
+                start = self._size(raw_start, memo) if is_inline else memo.get(_number(raw_start))
+                if start is None or not (is_inline or are_sizes(start)):
+                    break
+            if key is None or file is None or not self._are((new, a, b, c, info, d, e, f), expected, memo):
                 break
             memo[n] = memo[n + 1] = _HIDDEN
             n += 2
@@ -137,11 +185,15 @@ class Runs:
             if raw_file[0] == 0x8C:
                 memo[n] = file
                 n += 1
-            self.entries.append((key, start, Place(file, _integer(raw_offset), _integer(raw_length))))
+            found.key.append(key)
+            found.start.append(start)
+            found.file.append(file)
+            found.offset.append(_integer(raw_offset))
+            found.length.append(_integer(raw_length))
             at = match.end()
             match = _NEXT_ENTRY.match(data, at)
-        found: list[Any] = [x for i in range(first, len(self.entries)) for x in (i, None)]  # a key and a value each
-        return (found, at) if found else None
+        left: list[Any] = [x for i in range(first, len(found)) for x in (i, None)]  # a key and a value each
+        return (left, at) if left else None
 
     def _are(self, raw: tuple[bytes, ...], expected: tuple[Any, ...], memo: Mapping[int, Any]) -> bool:
         """Say whether GETs find what is expected; a missing one is not asked. What a memo holds at a number stays there."""
@@ -151,6 +203,19 @@ class Runs:
         if good:
             self._checked.add(raw)
         return good
+
+    def _text(self, raw: bytes, memo: Mapping[int, Any]) -> str | None:
+        """Return a string that stands here or in the memo; None where it is something else."""
+        if raw[0] != 0x8C:
+            found = memo.get(_number(raw))
+            return found if type(found) is str else None
+        try:
+            text = raw[2:-1].decode() if raw[1] == len(raw) - 3 else None
+        except UnicodeDecodeError:
+            return None
+        if text is not None:
+            self._texts[raw] = text
+        return text
 
     def _size(self, raw: bytes, memo: Mapping[int, Any]) -> Shape | None:
         """Return a torch.Size that is made in place; None where it is made of something else."""
@@ -185,8 +250,8 @@ class Runs:
         if type(chunks) is not list:
             raise FormatError(f"{what}: its chunks are {called(chunks)}, expected is a list")
         for chunk in chunks:
-            if type(chunk) is int and 0 <= chunk < len(self.chunks):
-                yield self.chunks[chunk]
+            if type(chunk) is int and 0 <= chunk < len(self.starts):
+                yield self.starts[chunk], self.shapes[chunk]
                 continue
             start: Any
             sizes: Any
@@ -195,14 +260,20 @@ class Runs:
                 raise FormatError(f"{what}: {called(chunk)} at {short(start)} of sizes {short(sizes)} is no chunk")
             yield start, sizes
 
-    def entries_of(self, stored: Mapping[Any, Any], file: str) -> Iterator[tuple[str, Shape | None, Place]]:
-        """Return what is stored: key, offsets (None where it is no tensor), and place."""
+    def rows_of(self, stored: Mapping[Any, Any], file: str) -> list[int]:
+        """Return the rows of what is stored, in its order; entries that the machine has read are added."""
+        entries, read = self.entries, len(self.entries)
+        rows = []
         for index, info in stored.items():
-            is_known = type(index) is int and 0 <= index < len(self.entries)
-            key, start, place = self.entries[index] if is_known else self._entry(index, info, file)
-            if not 0 <= place.offset < 1 << 62 or not 0 <= place.length < 1 << 62:
-                raise FormatError(f"{file}: {key} is said to be {place.length} bytes at {place.offset} of {place.file}")
-            yield key, start, place
+            if type(index) is int and 0 <= index < read:
+                rows.append(index)
+            else:
+                rows.append(len(entries))
+                entries.add(*self._entry(index, info, file))
+        for row, (offset, length) in enumerate(zip(entries.offset, entries.length, strict=True)):
+            if not 0 <= offset < LARGEST or not 0 <= length < LARGEST:
+                raise FormatError(f"{file}: {entries.key[row]} is said to be {length} bytes at {offset} of {entries.file[row]}")
+        return rows
 
     def _entry(self, index: Any, info: Any, file: str) -> tuple[str, Shape | None, Place]:
         if type(index) is not Record or index.name != "MetadataIndex" or type(info) is not Record:
@@ -224,17 +295,6 @@ def _memoise_size(memo: dict[int, Any], n: int, size: Shape) -> int:
         n += 1
     memo[n], memo[n + 1] = _HIDDEN, size
     return n + 2
-
-
-def _text(raw: bytes, memo: Mapping[int, Any]) -> str | None:
-    """Return a string that stands here or in the memo; None where it is something else."""
-    if raw[0] != 0x8C:
-        found = memo.get(_number(raw))
-        return found if type(found) is str else None
-    try:
-        return raw[2:-1].decode() if raw[1] == len(raw) - 3 else None
-    except UnicodeDecodeError:
-        return None
 
 
 def _number(raw: bytes) -> int:

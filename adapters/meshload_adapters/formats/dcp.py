@@ -259,7 +259,7 @@ def _problems(listed: Listing, found: Found, files: Sequence[str]) -> Iterator[P
     """Say what is wrong: each damaged file once, with its arrays; then what is wrong with others."""
     held: dict[str, list[str]] = {file: [] for file in found.damage}
     for name in found.unavailable:
-        mine = {place.file for _, place in listed.tensors[name].entries} & held.keys()
+        mine = {listed.entries.file[row] for row in listed.tensors[name].rows} & held.keys()
         for file in mine:
             held[file].append(name)
         if not mine:
