@@ -183,6 +183,7 @@ def model_of(naming: str, config: Mapping[str, Any] | None, *, names: Iterable[s
                 sizes.update(other.sizes)
     flat = flattened(config)
     table = replace(table, sizes={**sizes, **table.sizes, "one": "1"})
+    table = table.numbered(table.sizes_at(flat))
     model = _decided(Model(naming, family, table, flat, joints), names)
     quantisation = flat.get("quantization_config")
     if not isinstance(quantisation, Mapping) or not isinstance(names, Mapping):
@@ -193,7 +194,9 @@ def model_of(naming: str, config: Mapping[str, Any] | None, *, names: Iterable[s
 
 
 def _decided(model: Model, names: Iterable[str]) -> Model:
-    """Drop the lines that this config rules out, and of lines that show the same parts those that no stored name follows."""
+    """Drop the lines that this config rules out, older ones that no stored name follows, and of lines that show the same parts
+    those that no stored name follows.
+    """
     lines = [
         line
         for line in model.table.lines
@@ -203,7 +206,7 @@ def _decided(model: Model, names: Iterable[str]) -> Model:
     namer = Namer(table)
     followed = {found[0] for found in (_located(namer, table, name) for name in names) if found is not None}
     shown_parts = {part for line in followed for part in line.parts}
-    kept = [line for line in lines if line in followed or not set(line.parts) <= shown_parts]
+    kept = [line for line in lines if line in followed or not (line.older or set(line.parts) <= shown_parts)]
     return replace(model, table=replace(table, lines=tuple(kept)))
 
 
@@ -218,7 +221,7 @@ def methods() -> tuple[Method, ...]:
 
 def rename(line: Line, index: Sequence[int]) -> str:
     """Return the name of a line's array at these counted dims."""
-    return line.name.format(**dict(zip(line.counted, index, strict=True)))
+    return line.named(index)
 
 
 # --- what is stored ---------------------------------------------------------------------------------------------------
@@ -346,8 +349,8 @@ def ask(model: Model) -> None:
 
 def _located(namer: Namer, table: Table, name: str) -> tuple[Line, tuple[int, ...]] | None:
     for other, ours in table.spellings:
-        before, after = (re.escape(side) for side in other.split("{}"))
-        name = re.sub(before + r"(\d+)" + after, lambda m, ours=ours: ours.format(m[1]), name)  # type: ignore[misc]  # a str
+        numbered = re.escape(other).replace(r"\{\}", r"(\d+)")
+        name = re.sub(numbered, lambda m, ours=ours: ours.format(*m.groups()), name)  # type: ignore[misc]  # a str
     found = namer.find(name)
     for prefix in table.prefixes:
         if found is None:
@@ -510,10 +513,12 @@ def naming_of(names: Iterable[str], config: Mapping[str, Any] | None) -> str | N
     """Return the naming whose table knows the most of these names, or None where none knows any; canonical before others."""
     family = family_of(config)
     stored = list(names)
+    flat = flattened(config or {})
     best, count = None, 0
     for naming in sorted(namings(), key=lambda n: (n != CANONICAL, n)):
         for table in namings()[naming]:
             if family in table.families:
+                table = table.numbered(table.sizes_at(flat))
                 namer = Namer(table)
                 known = sum(_located(namer, table, name) is not None for name in stored)
                 if known > count:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -323,26 +323,45 @@ def _lay_term(node: Sum, part: str, pieces: Pieces, dim: int, size: SizeOf) -> P
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+_COUNTED = re.compile(r"\{(\w+)(?:\+(\d+))?\}")
+"""What stands in a name for a number that counts a dim, from 0 or from another number."""
+
+_BEHIND = re.compile(r"\{=(\w+)(?:\+(\d+))?\}")
+"""What stands for a dim's size, or a number behind it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """One line of a table: the arrays of one name and what they show."""
 
     parts: tuple[str, ...]
     name: str
-    """With `{layer}`, `{expert}` for the dims that the name counts."""
+    """With `{layer}`, `{expert}` for the dims that the name counts; `{layer+2}` counts from 2."""
     pattern: Pattern
     where: str
     """`first`, `layers` or `last`: the pipeline stage that holds it."""
     condition: str | None = None
     optional: bool = False
     """Wanted where it is stored, not missed where it is not."""
+    older: bool = False
+    """Read where it is stored; another line shows the parts as they are written now."""
     only: frozenset[tuple[int, ...]] | None = None
     """The counted indices at which it is, where the stored names decide: quantised arrays."""
 
     @property
     def counted(self) -> tuple[str, ...]:
         """The dims that the name counts, in order."""
-        return tuple(re.findall(r"\{(\w+)\}", self.name))
+        return tuple(hole[1] for hole in _COUNTED.finditer(self.name))
+
+    @property
+    def first(self) -> tuple[int, ...]:
+        """The numbers from which the name counts them."""
+        return tuple(int(hole[2] or 0) for hole in _COUNTED.finditer(self.name))
+
+    def named(self, index: Sequence[int]) -> str:
+        """Return the name at these counted dims."""
+        numbers = iter(index)
+        return _COUNTED.sub(lambda hole: str(next(numbers) + int(hole[2] or 0)), self.name)
 
     def dims_of(self, part: str) -> tuple[str, ...]:
         """Return the dims of a part: those of the name, then those of the pattern."""
@@ -367,7 +386,7 @@ class Table:
     prefixes: tuple[str, ...] = ()
     """Prefixes that a stored name may have or lack."""
     spellings: tuple[tuple[str, str], ...] = ()
-    """(other, ours): another way in which writers spell a piece of a name, with `{}` for a number."""
+    """(other, ours): another way in which writers spell a piece of a name, which may have `{}` for a number."""
     asks: tuple[tuple[str, str], ...] = ()
     """(size, question): what the config must say before arrays can be read, and how."""
 
@@ -385,6 +404,16 @@ class Table:
                 found[dim] = values[dim] = n
         return found
 
+    def numbered(self, sizes: Mapping[str, int]) -> Table:
+        """Return the table whose names have numbers for `{=layer+3}`, as far as the sizes are known."""
+
+        def with_numbers(name: str) -> str:
+            return _BEHIND.sub(lambda hole: str(sizes[hole[1]] + int(hole[2] or 0)) if hole[1] in sizes else hole[0], name)
+
+        lines = tuple(replace(line, name=with_numbers(line.name)) if "{=" in line.name else line for line in self.lines)
+        ties = tuple((with_numbers(alias), with_numbers(name), condition) for alias, name, condition in self.ties)
+        return replace(self, lines=lines, ties=ties)
+
     def needs(self, dim: str) -> str:
         """Say what the config must have for a dim to get its size."""
         return f"{dim} ({self.sizes[dim]})" if dim in self.sizes else dim
@@ -395,6 +424,8 @@ def parse_table(text: str) -> Table:
     `spelling` and `ask`.
 
     A line is `part name pattern [if condition]`; `-` for the part where the pattern names several, `?part` where it may be absent.
+    A name may count dims: `layers.{layer}.w`, or from another number than 0: `{layer+2}.w`; `{=layer+3}.w` is the dim's size and 3.
+    `<part` is an older form of what another line shows: read where it is stored, never shown or wanted.
     """
     families: list[str] = []
     joints: dict[str, tuple[str, ...]] = {}
@@ -425,7 +456,7 @@ def parse_table(text: str) -> Table:
             asks.append((words[1], line.split(None, 2)[2]))
         elif words[0] == "tie":
             body, _, condition = line[4:].partition(" if ")
-            alias, name = (side.strip() for side in body.split("="))
+            alias, name = (side.strip() for side in body.split(" = "))
             ties.append((alias, name, condition.strip() or None))
         elif words[1] == ":=":
             sizes[words[0]] = line.split(":=", 1)[1].strip()
@@ -450,12 +481,13 @@ def _parse_line(line: str, where: str) -> Line:
     body, _, condition = line.partition(" if ")
     part, name, *rest = body.split(None, 2)
     pattern = parse(rest[0] if rest else "")
-    parts = tuple(pattern.parts()) or (part.lstrip("?"),)
-    if (part.lstrip("?") == "-") != bool(pattern.parts()):
+    optional, older, part = part.startswith("?"), part.startswith("<"), part.lstrip("?<")
+    parts = tuple(pattern.parts()) or (part,)
+    if (part == "-") != bool(pattern.parts()):
         raise ValueError(f"table line {line!r}: the part is `-` exactly where the pattern names parts")
     if not where:
         raise ValueError(f"table line {line!r} stands before a section: first, layers or last")
-    return Line(parts, name, pattern, where, condition.strip() or None, part.startswith("?"))
+    return Line(parts, name, pattern, where, condition.strip() or None, optional, older)
 
 
 @dataclass(frozen=True)
@@ -467,8 +499,8 @@ class Namer:
 
     def __post_init__(self) -> None:
         for line in self.table.lines:
-            literal = re.sub(r"\{\w+\}", "0", line.name)
-            pieces = re.split(r"\{\w+\}", line.name)
+            literal = _COUNTED.sub("0", line.name)
+            pieces = _COUNTED.sub("\n", line.name).split("\n")
             expression = re.compile(r"(0|[1-9]\d*)".join(map(re.escape, pieces)))
             self._by_shape.setdefault(re.sub(r"\d+", "#", literal), []).append((expression, line))
 
@@ -476,6 +508,7 @@ class Namer:
         """Return the line that a name belongs to, with the layer, the expert ... that it counts."""
         for expression, line in self._by_shape.get(re.sub(r"\d+", "#", name), ()):
             match = expression.fullmatch(name)
-            if match:
-                return line, tuple(int(g) for g in match.groups())
+            index = tuple(int(n) - first for n, first in zip(match.groups(), line.first, strict=True)) if match else (-1,)
+            if all(i >= 0 for i in index):
+                return line, index
         return None

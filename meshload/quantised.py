@@ -116,8 +116,8 @@ def _companion(line: Line, base: str, suffix: str, pattern: str, only: frozenset
     optional = not complete and suffix in ("input_scale", "activation_scale", "input_scale_ub", "weight_scale")
     parsed = parse(pattern)
     if not line.pattern.parts():
-        return [Line((f"{line.parts[0]}.{suffix}",), base + suffix, parsed, line.where, None, optional, only)]
-    return [Line((f"{'+'.join(line.parts)}.{suffix}",), base + suffix, parsed, line.where, None, optional, only)]
+        return [Line((f"{line.parts[0]}.{suffix}",), base + suffix, parsed, line.where, None, optional, only=only)]
+    return [Line((f"{'+'.join(line.parts)}.{suffix}",), base + suffix, parsed, line.where, None, optional, only=only)]
 
 
 def _pattern(line: Line, template: str, values: Mapping[str, Any]) -> str:

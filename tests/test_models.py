@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshload import naming as naming_module
 from meshload.expression import evaluate
 from meshload.pattern import Dim, Line, Node, Pattern, Product, Sum, Table, find, parse, parse_table, refined, shown_shape
 from meshload.pieces import Pieces, piece
-from meshload_adapters.models import hf, maxtext, quantised
+from meshload_adapters.models import fast_llm, flexgen, hf, maxtext, megatron, meta, neox, quantised
 from meshload_adapters.models import transformers as live
 
 transformers = pytest.importorskip("transformers")
@@ -26,6 +27,15 @@ torch = pytest.importorskip("torch")
 HF = [parse_table(text) for text in hf.TABLES]
 LIVE = [parse_table(text) for text in live.TABLES]
 MAXTEXT = [parse_table(text) for text in maxtext.TABLES]
+FRAMEWORKS = {
+    "fast_llm": [parse_table(text) for text in fast_llm.TABLES],
+    "flexgen": [parse_table(text) for text in flexgen.TABLES],
+    "gpt_neox": [parse_table(text) for text in neox.TABLES],
+    "megatron": [parse_table(text) for text in megatron.TABLES],
+    "meta": [parse_table(text) for text in meta.TABLES],
+    "torchtitan": [parse_table(text) for text in meta.TORCHTITAN],
+}
+NAMINGS = {"hf": HF, "transformers": LIVE, "maxtext": MAXTEXT, **FRAMEWORKS}
 
 # Sizes that coincide nowhere, small, even where a plan over 2 ranks cuts them.
 BASE = {
@@ -173,7 +183,7 @@ def arrays_of(table: Table, config: Mapping[str, Any]) -> Iterator[tuple[str, Li
             at = dict(zip(line.counted, index, strict=True))
             if line.condition is not None and not evaluate(line.condition, {**values, **at}):
                 continue
-            name = line.name.format(**at)
+            name = line.named(index)
             if name not in tied:
                 yield name, line, pattern, shown_shape(pattern, line.parts, lambda part, dim: size_of(dim, sizes))
 
@@ -278,12 +288,16 @@ def test_gpt_oss_in_mxfp4_has_blocks_and_scales_in_place_of_expert_weights(varia
 # --- parts are the same in all namings --------------------------------------------------------------------------------
 
 
+def tables_of(family: str) -> list[Table]:
+    """Return a family's tables in all namings."""
+    return [t for t in (table_of(tables, family) for tables in NAMINGS.values()) if t is not None]
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_part_has_the_same_dims_in_every_naming(family: str) -> None:
-    tables = [t for t in (table_of(HF, family), table_of(LIVE, family), table_of(MAXTEXT, family)) if t is not None]
-    joints = {joint: dims for table in tables for joint, dims in table.joints.items()}
+    joints = {joint: dims for table in tables_of(family) for joint, dims in table.joints.items()}
     dims: dict[str, set[str]] = {}
-    for table in tables:
+    for table in tables_of(family):
         for line in table.lines:
             for part in line.parts:
                 found = {*line.counted, *refined(line.pattern, joints).dims_of(part)}
@@ -291,11 +305,75 @@ def test_a_part_has_the_same_dims_in_every_naming(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
+def test_joints_and_sections_are_the_same_in_every_naming(family: str) -> None:
+    joints: dict[str, tuple[str, ...]] = {}
+    where: dict[str, str] = {}
+    for table in tables_of(family):
+        for joint, dims in table.joints.items():
+            assert joints.setdefault(joint, dims) == dims, joint
+        for line in table.lines:
+            for part in line.parts:
+                assert where.setdefault(part, line.where) == line.where, (part, line.name)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
 def test_sections_and_layers_agree(family: str) -> None:
-    for table in (table_of(HF, family), table_of(LIVE, family), table_of(MAXTEXT, family)):
-        for line in table.lines if table else ():
+    for table in tables_of(family):
+        for line in table.lines:
             for part in line.parts:
                 assert ("layer" in line.dims_of(part)) == (line.where == "layers"), line.name
+
+
+WITHOUT_A_PLACE: dict[str, set[str]] = {
+    "flexgen": {"word_embed_proj_dim", "_remove_final_layer_norm"},
+    "maxtext": {"attention_bias", "mlp_only_layers", "decoder_sparse_step"},
+    "meta": {"attention_bias"},
+    "torchtitan": {"attention_bias", "mlp_only_layers", "decoder_sparse_step"},
+}
+"""Naming -> keys of configs that mean a model for which the framework has no names."""
+
+FAMILIES_OF = {
+    "fast_llm": {"llama", "mistral", "mixtral", "qwen2"},
+    "flexgen": {"opt"},
+    "gpt_neox": {"gpt_neox"},
+    "maxtext": {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"},
+    "megatron": {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_neox", "gpt2"},
+    "meta": {"llama", "mistral", "mixtral"},
+    "torchtitan": {"llama", "qwen3", "qwen3_moe"},
+}
+
+
+@pytest.mark.parametrize("naming", FAMILIES_OF)
+def test_a_frameworks_names_show_the_parts_of_the_disk_at_every_config(naming: str) -> None:
+    """Nothing of a model is left out, and nothing is shown twice."""
+    assert {f for table in NAMINGS[naming] for f in table.families} == FAMILIES_OF[naming]
+    for family in FAMILIES_OF[naming]:
+        for config in [{**c, "rope_type": "llama3.1", "scan_layers": False} for c in CONFIGS[family]]:
+            if set(config) & WITHOUT_A_PLACE.get(naming, set()) or config.get("num_experts") == 0:
+                continue
+            found = [shown_parts(naming, family, config), shown_parts("hf", family, config)]
+            assert sorted(found[0]) == sorted(found[1]), (family, config)
+            assert len(found[0]) == len(set(found[0])), (family, config)
+
+
+def shown_parts(naming: str, family: str, config: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return each part with the layers at which a naming's arrays show it, older forms left out, heads that are tied too."""
+    model = naming_module.model_of(naming, {"model_type": family, **config})
+    assert model is not None
+    found = set()
+    twice = []
+    for name, line, index in model.arrays():
+        if name in model.ties:
+            continue
+        at = dict(zip(line.counted, index, strict=True))
+        layers = [at["layer"]] if "layer" in at else range(model.sizes["layer"]) if line.where == "layers" else [-1]
+        for part in line.parts:
+            for layer in layers:
+                entry = (part, layer)
+                if entry in found and "expert" not in at:
+                    twice.append(entry)
+                found.add(entry)
+    return [*found, *twice]
 
 
 @pytest.mark.parametrize("family", [f for table in LIVE for f in table.families])
@@ -306,13 +384,11 @@ def test_the_live_table_has_the_parts_of_the_disk_table(family: str) -> None:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_dim_has_a_size(family: str) -> None:
-    for tables in (HF, LIVE, MAXTEXT):
-        table = table_of(tables, family)
-        if table is not None:
-            known = {*table.sizes, *table.joints}
-            used = {d for line in table.lines for part in line.parts for d in line.dims_of(part)}
-            assert {d.partition("/")[0] for d in used} <= known
-            assert {d for dims in table.joints.values() for d in dims} <= known
+    known = {name for table in tables_of(family) for name in (*table.sizes, *table.joints)}  # as `model_of` takes them together
+    for table in tables_of(family):
+        used = {d for line in table.lines for part in line.parts for d in line.dims_of(part)}
+        assert {d.partition("/")[0] for d in used} <= known
+        assert {d for dims in table.joints.values() for d in dims} <= known
 
 
 # --- against transformers' plans --------------------------------------------------------------------------------------

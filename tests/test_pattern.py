@@ -296,6 +296,41 @@ def test_names_are_found_with_what_they_count() -> None:
         assert namer.find(name) is None, name
 
 
+OFFSET = """
+layer := num_layers
+tie {=layer+4}.head = 0.tokens
+layers
+w        {layer+2}.w               embed
+up       {layer+2}.up              embed
+<up      {layer+2}.old_up          embed
+last
+norm     {=layer+3}.norm           embed
+count    last_{=layer}             embed
+"""
+
+
+def test_names_may_count_from_another_number_and_stand_behind_a_dim() -> None:
+    table = parse_table(OFFSET)
+    sized = table.numbered({"layer": 5})
+    assert [line.name for line in sized.lines] == ["{layer+2}.w", "{layer+2}.up", "{layer+2}.old_up", "8.norm", "last_5"]
+    assert sized.ties == (("9.head", "0.tokens", None),)
+    found = Namer(sized).find("12.w")
+    assert found is not None
+    assert (found[0].counted, found[1]) == (("layer",), (10,))
+    assert found[0].named(found[1]) == "12.w"
+    assert found[0].dims_of("w") == ("layer", "embed")
+    for name in ("0.w", "1.w", "02.w", "-2.w", "9.norm", "7.norm"):
+        assert Namer(sized).find(name) is None, name
+    assert Namer(sized).find("2.w") is not None
+    assert Namer(sized).find("8.norm") is not None
+    assert Namer(table.numbered({})).find("8.norm") is None
+
+
+def test_an_older_form_is_marked() -> None:
+    table = parse_table(OFFSET)
+    assert [(line.parts, line.older) for line in table.lines if line.older] == [(("up",), True)]
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [

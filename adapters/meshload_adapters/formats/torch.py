@@ -22,7 +22,8 @@ model-parallel rank, with `params.json` (`dim, n_layers, n_heads, n_kv_heads`, s
     tok_embeddings  on dim 1 in Llama 1 and 2, on dim 0 in Llama 3; `dim` tells which
 
 With more ranks than kv heads, consecutive ranks hold the same head of wk and wv. Rows of wq and wk are in Meta's rotary order;
-that is the naming's business. How many files there should be is stored nowhere, so the heads of `params.json` are compared.
+that is the naming's business (`models/meta.py`). How many files there should be is stored nowhere, so the heads of `params.json`
+are compared. Where there is no `config.json`, `params.json` is the config, translated (`_params.py`).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from meshload.pieces import union
 from meshload.source import Folder, read_bytes
 
 from .._json import parsed
+from .._params import arguments, config_of
 from .._pickle import Record
 from .._torch_file import Tensor, TorchFile, container_of
 
@@ -448,7 +450,7 @@ def _consolidated(folder: Folder, parts: Sequence[tuple[int, str]], embedding_di
         )
     contents = [_read(folder, file) for file in files]
     names = dict.fromkeys(name for c in contents for name in c.tensors)
-    cut = _Cut(files, params or {}, embedding_dim)
+    cut = _Cut(files, arguments(params or {}), embedding_dim)
     if count == 1:
         for name, tensor in contents[0].tensors.items():
             cut.check_heads(name, tensor.shape)
@@ -572,6 +574,8 @@ def _size(params: Mapping[str, Any], field: str) -> int | None:
 
 def _checkpoint(folder: Folder, found: _Found, listed: Sequence[str]) -> Checkpoint:
     config, problems = _read_config(folder)
+    if config is None and found.meta.get("params"):
+        config = config_of(found.meta["params"])
     used = {*found.files, found.meta.get("index")}
     several = len(found.contents) > 1
     meta = {
