@@ -23,7 +23,8 @@ nothing), in three forms:
     state.<number>.<field>              optimizer.state_dict(): numbers have names only where param_groups.<i>.param_names are there
 
 Fields with the weight's shape are in `optimizer["exp_avg"]` and so on, by the native name of the weight, whether the weight is
-frozen by now or not; `momentum_buffer` is called `momentum`. Numbers (`step`) are in `meta["scalars"]`, lazy. Other fields stay
+frozen by now or not; `momentum_buffer` is called `momentum`. Numbers are in `meta["scalars"]`, lazy, by their stored names, and
+each weight's own count of steps in `meta["steps"]` by the weight's native one. Other fields stay
 ordinary arrays, and so do those whose weight is not told, or that two optimizers have for one weight. `<fqn>` lacks the key
 under which the model was saved: it is the one under which the most of the names are found, `model` or none where several do.
 
@@ -106,6 +107,7 @@ class DCP:
             "paths": listed.paths,
             "objects": objects,
             "scalars": sorted_out.scalars,
+            "steps": sorted_out.steps,
         }
 
         def stored() -> Checkpoint:
@@ -321,6 +323,8 @@ class _SortedOut:
     arrays: dict[str, Array]
     optimizer: dict[str, dict[str, Array]]
     scalars: dict[str, Array]
+    steps: dict[str, Array]
+    """Those of the scalars that count a weight's steps, by its name."""
     unavailable: dict[str, str]
 
 
@@ -347,6 +351,7 @@ def _sort_out(listed: Listing, known: Found, objects: Mapping[str, Any], model: 
     weights = [key for key in listed.tensors if key not in owner]
     native = {_bare(name): name for name in weights}
     placed: dict[str, tuple[str, str]] = {}
+    steps: dict[str, str] = {}
     for root, stem in stems.items():
         keys = [key for key in owner if owner[key] == root and key.startswith(f"{stem}state.")]
         states = _states(keys, stem, listed, objects)
@@ -354,11 +359,13 @@ def _sort_out(listed: Listing, known: Found, objects: Mapping[str, Any], model: 
         for state in states if head is not None else ():
             weight = native.get(f"{head}{_bare(state.weight)}", f"{head}{state.weight}")
             shape, trained = listed.tensors[state.key].shape, listed.tensors.get(weight)
-            if shape == trained.shape and state.field != "step" if trained else shape:
+            if state.field == "step" and not shape and trained:
+                steps[state.key] = weight
+            elif shape == trained.shape and state.field != "step" if trained else shape:
                 placed[state.key] = KINDS.get(state.field, state.field), weight
     often = Counter(placed.values())
     placed = {key: place for key, place in placed.items() if often[place] == 1}  # of two optimizers, neither is the one meant
-    found = _SortedOut({}, {kind: {} for kind in sorted({kind for kind, _ in placed.values()})}, {}, {})
+    found = _SortedOut({}, {kind: {} for kind in sorted({kind for kind, _ in placed.values()})}, {}, {}, {})
     for key, tensor in listed.tensors.items():
         array, why = known.arrays.get(key), known.unavailable.get(key, "")
         if key in placed:
@@ -374,6 +381,8 @@ def _sort_out(listed: Listing, known: Found, objects: Mapping[str, Any], model: 
             found.unavailable[key] = why
         else:
             found.arrays[key] = array
+    counts = Counter(steps.values())
+    found.steps.update({w: found.scalars[key] for key, w in steps.items() if key in found.scalars and counts[w] == 1})
     return found
 
 
