@@ -2,9 +2,10 @@
 
 from .array import Array, concatenate, interleave, stack
 from .box import Box
-from .checking import Report, check
+from .checking import Report, check, digest, verify
 from .checkpoint import Checkpoint, Problem
 from .converting import convert
+from .digests import Digest
 from .errors import (
     CopiesDiffer,
     FormatError,
@@ -28,6 +29,7 @@ __all__ = [
     "Box",
     "Checkpoint",
     "CopiesDiffer",
+    "Digest",
     "FormatError",
     "Layout",
     "LayoutError",
@@ -47,9 +49,11 @@ __all__ = [
     "check",
     "concatenate",
     "convert",
+    "digest",
     "interleave",
     "open",
     "plan",
     "restore",
     "stack",
+    "verify",
 ]

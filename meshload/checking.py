@@ -1,22 +1,30 @@
-"""Checking finds damage: one checkpoint against itself, its index against its headers against its files' sizes."""
+"""Checking finds damage and differences: one checkpoint against itself, or against another.
+
+Against itself: its index against its headers against its files' sizes. Against another, in whatever format, names and topology:
+names, shapes, dtypes, and every bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .array import Array
 from .checkpoint import Checkpoint, Problem
+from .digests import Digest, Entry, sum_of_run
 from .errors import MeshloadError
 from .formats import Format, choose
-from .loading import open
-from .pieces import boxes
-from .reading import read_array
-from .requesting import missing_arrays
+from .loading import open, shown_progress
+from .pieces import boxes, piece
+from .reading import Progress, read_array
+from .requesting import missing_arrays, model_in
 from .source import open_folder
+from .writing import MAX_BYTES, fill, filling
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,8 @@ class Report:
     problems: tuple[Problem, ...]
     arrays: int = 0
     """How many arrays were looked at."""
+    apart: Mapping[str, float] = field(default_factory=dict)
+    """How far apart the values of two checkpoints are at most, in arrays that are not the same bit for bit."""
 
     @property
     def ok(self) -> bool:
@@ -94,6 +104,249 @@ def _distance(one: Any, other: Any) -> str:
     if one.dtype.kind in "biu" or one.dtype.itemsize == 1:
         return ""
     return f", by {float(np.max(np.abs(one.astype(np.float64) - other.astype(np.float64)))):g} at most"
+
+
+# --- two checkpoints --------------------------------------------------------------------------------------------------
+
+
+def verify(
+    a: Any,
+    b: Any,
+    *,
+    rtol: float = 0,
+    atol: float = 0,
+    names: str | None = None,
+    config: Any = None,
+    max_bytes: int | None = None,
+    progress: Progress | bool | None = None,
+) -> Report:
+    """Compare two checkpoints, in any formats, names and topologies: names, shapes, dtypes and bits.
+
+    With a tolerance, values and not bits are compared, whatever their dtypes: `|a - b| <= atol + rtol * |b|`. Canonical names
+    where both families are known (the config of one serves the other), else native ones, or as `names` says. Both are streamed;
+    `max_bytes` bounds the memory, 512 MiB by default. The problems say which elements differ first, and in which files they lie.
+    """
+    one, other = _both(a, b, config)
+    if names is None:
+        names = "hf" if model_in(one) is not None and model_in(other) is not None else "native"
+    one, other = one.with_names(names), other.with_names(names)
+    problems = [*_only_in(one, other, b), *_only_in(other, one, a)]
+    comparing = []
+    for name in one.arrays:
+        if name in other:
+            problem = _unlike(one[name], other[name], within=rtol > 0 or atol > 0)
+            problems += problem
+            if one[name].shape == other[name].shape:
+                comparing.append(_Comparison(one[name], other[name], rtol, atol, bits=not problem))
+    leading = [c if _unit(c.one) >= _unit(c.other) else c.turned() for c in comparing]
+    pairs = [(_whole_in(c), c.one) for c in leading]
+    with shown_progress(progress) as report:
+        fill(filling(pairs, max_bytes=MAX_BYTES if max_bytes is None else max_bytes), progress=report, lossy=True)
+    for found in leading:
+        problems += found.problems()
+    apart = {c.name: c.far for c in leading if c.count}
+    return Report(tuple(problems), len(one), apart)
+
+
+def _both(a: Any, b: Any, config: Any) -> tuple[Checkpoint, Checkpoint]:
+    """Open both; where only one tells its config, that serves the other."""
+    one, other = (p if isinstance(p, Checkpoint) else open(p, config=config) for p in (a, b))
+    if one.config is None and other.config is not None and not isinstance(a, Checkpoint):
+        one = open(a, config=other.config)
+    if other.config is None and one.config is not None and not isinstance(b, Checkpoint):
+        other = open(b, config=one.config)
+    return one, other
+
+
+def _only_in(one: Checkpoint, other: Checkpoint, path: Any) -> Iterator[Problem]:
+    for name in one.arrays:
+        if name not in other:
+            yield Problem(f"it is not in {path}: {other.why_missing(name).partition(': ')[2]}", array=name)
+    for name, why in one.unavailable.items():
+        yield Problem(f"it cannot be had: {why}", array=name)
+
+
+def _unlike(one: Array, other: Array, *, within: bool) -> list[Problem]:
+    if one.shape != other.shape:
+        return [Problem(f"its shapes are {one.shape} and {other.shape}", array=one.name)]
+    if (one.dtype, one.stored) != (other.dtype, other.stored) and not within:
+        return [Problem(f"its dtypes are {one.stored or one.dtype.name} and {other.stored or other.dtype.name}", array=one.name)]
+    return []
+
+
+def _unit(array: Array) -> int:
+    return max((int(s.unit) for s in array.pieces.sources), default=1)
+
+
+def _whole_in(comparison: _Comparison) -> Array:
+    one = comparison.one
+    return Array(one.name, one.dtype, one.shape, piece(comparison, 0, one.shape, one.dtype.itemsize))
+
+
+@dataclass(eq=False)
+class _Comparison:
+    """Takes the values of one array in any order, as a sink, and reads the other's to compare them."""
+
+    one: Array
+    other: Array
+    rtol: float
+    atol: float
+    bits: bool
+    """Whether bits are compared; else values are, and the dtypes were told to differ."""
+    is_turned: bool = False
+    count: int = 0
+    """Elements that are not the same bit for bit (or value for value, across dtypes)."""
+    beyond: int = 0
+    """Elements that differ by more than is allowed."""
+    first: int | None = None
+    """The flat index of the first of them."""
+    last: int = 0
+    far: float = 0.0
+
+    unit = 1
+
+    def __post_init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def turned(self) -> _Comparison:
+        return replace(self, one=self.other, other=self.one, is_turned=True)
+
+    @property
+    def name(self) -> str:
+        return self.one.name
+
+    @property
+    def size(self) -> int:
+        return self.one.nbytes
+
+    def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
+        flat = start // values.dtype.itemsize
+        at = np.unravel_index(flat, self.one.shape) if self.one.shape else ()
+        box = tuple(slice(int(i), int(i) + n) for i, n in zip(at, values.shape, strict=True))
+        found = read_array(self.other[box])
+        if values.dtype == found.dtype and values.tobytes() == found.tobytes():
+            return _nothing
+        differs, far, beyond = self._compared(values.reshape(-1), found.reshape(-1))
+        places = np.flatnonzero(beyond)
+        with self.lock:
+            self.count += int(differs.sum())
+            self.far = max(self.far, far)
+            if len(places):
+                self.beyond += len(places)
+                self.first = flat + int(places[0]) if self.first is None else min(self.first, flat + int(places[0]))
+                self.last = max(self.last, flat + int(places[-1]))
+        return _nothing
+
+    def _compared(self, one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[np.bool_], float, NDArray[np.bool_]]:
+        """Return which elements differ, how far apart they are at most, and which are further apart than allowed."""
+        wide: Any = np.complex128 if "c" in (one.dtype.kind, other.dtype.kind) else np.float64
+        a, b = one.astype(wide), other.astype(wide)
+        with np.errstate(invalid="ignore", over="ignore"):
+            same = (a == b) | (np.isnan(a) & np.isnan(b))
+            apart = np.where(same, 0.0, np.abs(a - b))
+            reference = np.abs(a if self.is_turned else b)
+            allowed = self.atol + self.rtol * np.where(np.isfinite(reference), reference, 0.0)
+            beyond = ~same & ~(apart <= allowed)
+        differs = ~same
+        if one.dtype == other.dtype:
+            differs = (one.view(np.uint8).reshape(len(one), -1) != other.view(np.uint8).reshape(len(one), -1)).any(axis=1)
+        if self.bits and not self.rtol and not self.atol:
+            beyond = differs
+        return differs, float(np.nanmax(apart, initial=0.0)), beyond
+
+    def holds(self, start: int, values: NDArray[Any]) -> bool:
+        return False
+
+    def flush(self) -> None:
+        pass
+
+    def problems(self) -> list[Problem]:
+        if self.first is None:
+            return []
+        one, other = (self.other, self.one) if self.is_turned else (self.one, self.other)
+        first, last = (tuple(map(int, np.unravel_index(i, one.shape))) for i in (self.first, self.last))
+        files = [_file_of(array, first) for array in (one, other)]
+        text = (
+            f"{self.beyond} of its {one.size} elements differ, from {list(first)} (in {files[0]} and {files[1]}) "
+            f"to {list(last)}, by {self.far:g} at most"
+        )
+        return [Problem(text, array=one.name, file=files[0])]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _file_of(array: Array, index: tuple[int, ...]) -> str:
+    """Return the name of the file or object in which an element lies."""
+    pieces = array.pieces
+    at = np.asarray(index, np.int64)
+    rows = np.flatnonzero(((pieces.start <= at) & (at < pieces.stop)).all(axis=1))
+    return str(pieces.sources[int(pieces.source[rows[0]])].name) if len(rows) else "no file"
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def digest(
+    path: Any,
+    *,
+    names: str | None = None,
+    format: str | Format | None = None,
+    config: Any = None,
+    max_bytes: int | None = None,
+    progress: Progress | bool | None = None,
+) -> Digest:
+    """Read a checkpoint, and return the digest of each array; canonical names where the family is known, as `restore` has them.
+
+    Two checkpoints hold the same arrays, bit for bit, where their digests are equal, whatever their formats and topologies.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else open(path, format=format, config=config)
+    if names is None:
+        names = "hf" if model_in(checkpoint) is not None else "native"
+    view = checkpoint.with_names(names)
+    sums = _Sums()
+    pairs = [(_receiving(array, sums), array) for array in view.arrays.values()]
+    with shown_progress(progress) as report:
+        fill(filling(pairs, max_bytes=MAX_BYTES if max_bytes is None else max_bytes), progress=report, lossy=True)
+    return Digest({n: Entry(a.dtype.name, a.shape, sums.of.get(n, 0), a.size) for n, a in view.arrays.items()})
+
+
+class _Sums:
+    """Sums per array, which several threads add to."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, int] = {}
+        self.lock = threading.Lock()
+
+    def add(self, name: str, value: int) -> None:
+        with self.lock:
+            self.of[name] = self.of.get(name, 0) ^ value
+
+
+@dataclass(frozen=True, eq=False)
+class _Summing:
+    """A sink that keeps nothing but a sum of what it is given."""
+
+    name: str
+    size: int
+    sums: _Sums
+    unit: int = 1
+
+    def write(self, start: int, values: NDArray[Any]) -> Any:
+        self.sums.add(self.name, sum_of_run(values, self.size - start - values.nbytes))
+        return _nothing
+
+    def holds(self, start: int, values: NDArray[Any]) -> bool:
+        return False
+
+    def flush(self) -> None:
+        pass
+
+
+def _receiving(array: Array, sums: _Sums) -> Array:
+    sink = _Summing(array.name, array.nbytes, sums)
+    return Array(array.name, array.dtype, array.shape, piece(sink, 0, array.shape, array.dtype.itemsize))
 
 
 def summary(checkpoint: Checkpoint) -> dict[str, Any]:

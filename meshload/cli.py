@@ -1,6 +1,6 @@
 """The command line: it parses, calls one public function, and prints. What it can do, Python can do with the same words.
 
-Exit status: 0 as hoped; 1 `check` found damage; 2 anything that could not be done, with one sentence on stderr.
+Exit status: 0 as hoped; 1 `check` found damage, or `verify` a difference; 2 anything that could not be done, with one sentence on stderr.
 """
 
 from __future__ import annotations
@@ -129,16 +129,114 @@ def _app() -> Any:
 
         report = checked(path, format=format, config=config, copies=copies)
         if json:
-            problems = [{"text": p.text, "array": p.array, "file": p.file, "rank": p.rank} for p in report.problems]
-            _print_json({"ok": report.ok, "arrays": report.arrays, "problems": problems})
+            _print_json(_report(report))
         else:
-            for p in report.problems:
-                print(": ".join(word for word in (p.file, p.array, p.text) if word))
+            _print_problems(report)
             print(f"{path}: {report.arrays} arrays, {len(report.problems)} problems")
         if not report.ok:
             raise typer.Exit(1)
 
+    @app.command(help="Write a checkpoint again in another format; the target appears when all of it is there.")
+    def convert(
+        src: str = path,
+        dst: str = typer.Argument(..., help="A new local folder."),
+        to: str = typer.Option(..., help="A format that can be written, such as hf or orbax."),
+        mesh: str | None = typer.Option(None, help="The mesh that will read it: tp=4. What depends on it is cut accordingly."),
+        dtype: str | None = typer.Option(None, help="Cast floating arrays to this: bf16, fp16, fp32."),
+        names: str | None = names,
+        resume: bool = typer.Option(False, help="Go on with an interrupted conversion."),
+        max_bytes: int | None = typer.Option(None, help="Ceiling of memory; 512 MiB by default."),
+        format: str | None = format_,
+        config: str | None = config,
+        json: bool = as_json,
+    ) -> None:
+        from time import perf_counter
+
+        from .checking import summary
+        from .converting import convert as converted
+        from .loading import open
+        from .mesh import parse_mesh
+
+        begin = perf_counter()
+        converted(
+            src,
+            dst,
+            to=to,
+            mesh=parse_mesh(mesh) if mesh else None,
+            dtype=dtype,
+            names=names,
+            resume=resume,
+            max_bytes=max_bytes,
+            format=format,
+            config=config,
+            progress=True,
+        )
+        seconds = perf_counter() - begin
+        found = summary(open(dst, format=to))
+        n, nbytes = found["total_arrays"], found["total_bytes"]
+        if json:
+            _print_json({"path": dst, "format": to, "arrays": n, "bytes": nbytes, "seconds": seconds})
+        else:
+            rate = human(int(nbytes / max(seconds, 1e-9)))
+            print(f"{dst}: {to}, {n} arrays, {human(nbytes)} in {seconds:.1f} s ({rate}/s)")
+
+    @app.command(help="Compare two checkpoints, bit for bit or within a tolerance. Exit status 1 where they differ.")
+    def verify(
+        a: str = path,
+        b: str | None = typer.Argument(None, help="Another checkpoint; in any format, names and topology."),
+        rtol: float = typer.Option(0.0, help="Allowed difference, relative to B's value."),
+        atol: float = typer.Option(0.0, help="Allowed difference."),
+        digest: bool = typer.Option(False, "--digest", help="Print the digest of A instead, or compare A with a digest file B."),
+        output: str | None = typer.Option(None, "--output", "-o", help="Store the digest in this file."),
+        names: str | None = names,
+        format: str | None = format_,
+        config: str | None = config,
+        json: bool = as_json,
+    ) -> None:
+        from .checking import Report
+        from .checking import digest as digested
+        from .checking import verify as verified
+        from .checkpoint import Problem
+        from .digests import Digest
+        from .errors import LayoutError
+
+        if digest:
+            found = digested(a, names=names, format=format, config=config, progress=True)
+            if output:
+                found.save(output)
+            if b is None:
+                _print_json(found.to_json()) if json else print(found)
+                return
+            wanted = Digest.load(b)
+            problems = [Problem(what, array=name) for name, what in found.differences(wanted)]
+            problems += [Problem(f"it is not in {b}", array=name) for name in found.arrays if name not in wanted.arrays]
+            problems += [Problem(f"it is not in {a}", array=name) for name in wanted.arrays if name not in found.arrays]
+            report = Report(tuple(problems), len(found.arrays))
+        elif b is None:
+            raise LayoutError("two checkpoints are compared: name a second one, or use --digest")
+        else:
+            report = verified(a, b, rtol=rtol, atol=atol, names=names, config=config, progress=True)
+        if json:
+            _print_json(_report(report) | {"apart": dict(report.apart)})
+        else:
+            _print_problems(report)
+            for name, far in report.apart.items():
+                print(f"{name}: {far:g} apart at most")
+            print(f"{a} and {b}: {report.arrays} arrays, {'the same' if report.ok else f'{len(report.problems)} differences'}")
+        if not report.ok:
+            raise typer.Exit(1)
+
     return app
+
+
+def _report(report: Any) -> dict[str, Any]:
+    problems = [{"text": p.text, "array": p.array, "file": p.file, "rank": p.rank} for p in report.problems]
+    return {"ok": report.ok, "arrays": report.arrays, "problems": problems}
+
+
+def _print_problems(report: Any) -> None:
+    for p in report.problems:
+        print(": ".join(word for word in (p.file, p.array, p.text) if word))
 
 
 def _layout(text: str) -> Any:
@@ -271,12 +369,12 @@ def human(nbytes: int) -> str:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Any]:
-    """Show a bar on the terminal while bytes are read; where stderr is no terminal, show nothing."""
+    """Show a bar on the terminal while bytes move; where stderr is no terminal, show nothing."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("moving"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=None)
+        task = bar.add_task("moving", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .array import Array
+from .box import Box
 from .checkpoint import Checkpoint
-from .errors import LayoutError, MeshloadWarning, MissingArray, MissingPieces, listing
+from .digests import Digest, of_slice, total
+from .errors import FormatError, LayoutError, MeshloadWarning, MissingArray, MissingPieces, listing
 from .formats import Format, choose, described
 from .frameworks import Framework, Placement, Slice, framework_of, is_floating
 from .layout import Layout
@@ -134,6 +136,7 @@ def restore(
     missing: str = "error",
     optimizer: bool = False,
     copies: str = "first",
+    digest: Any = None,
     max_bytes: int | None = None,
     merge_gap: int | None = None,
     progress: Progress | bool | None = None,
@@ -158,6 +161,8 @@ def restore(
         optimizer: Also return the moments, as `optimizer.exp_avg.<name>`, sharded like their weights.
         copies: What becomes of replicated copies (norms under tp): the `"first"` is taken, `"check"` raises `CopiesDiffer` where
             they are not equal, `"mean"` takes their mean.
+        digest: A `Digest`, or a file that its `save` wrote: what arrives is compared with it, as stored, and `FormatError` is
+            raised where it differs. Of an array that this process holds in part nothing can be said: a warning tells.
         max_bytes: Ceiling of memory that is neither result nor metadata; 256 MiB by default.
         merge_gap: Unwanted bytes that are read rather than skipped; by default 4 KiB locally, more for object stores.
         progress: True for a bar on the terminal, or a function of bytes done and bytes in all.
@@ -187,11 +192,14 @@ def restore(
         merge_gap,
     )
     _warn(request)
+    expected = digest if digest is None or isinstance(digest, Digest) else Digest.load(digest)
     made = request.plan
     buffers = buffers_for(made)
     with shown_progress(progress) as report:
         read(made, buffers, progress=report)
     request.check_ties(buffers)
+    if expected is not None:
+        request.check_digest(buffers, expected)
     return request.place(buffers, device)
 
 
@@ -271,6 +279,28 @@ class _Request:
                         MeshloadWarning,
                         stacklevel=3,
                     )
+
+    def check_digest(self, buffers: Mapping[int, Any], expected: Digest) -> None:
+        """Raise where what was read is not what a digest says."""
+        found: dict[tuple[str, Box], Digest] = {}
+        for i, target in enumerate(self.plan.targets):
+            box = target.box
+            if i in self.plan.spare or box is None or target.filled != target.size or (target.name, box) in found:
+                continue
+            values = values_of(buffers[i], target, [buffers[n] for n in self.plan.others.get(i, ())])
+            found[target.name, box] = of_slice(target.name, values, box, target.whole)
+        added = total(found.values())
+        different = added.differences(expected)
+        if different:
+            raise FormatError(f"digest=: {listing(f'{name} {what}' for name, what in different)}")
+        untold = [*added.partial, *(n for n in added.arrays if n not in expected.arrays)]
+        if untold:
+            warnings.warn(
+                f"digest=: {len(untold)} arrays were not compared, since this process holds only a part of them, or the digest "
+                f"lacks them: {listing(untold)}",
+                MeshloadWarning,
+                stacklevel=3,
+            )
 
     def place(self, buffers: dict[int, Any], device: Any) -> Any:
         """Turn filled buffers into tensors, letting go of each buffer on the way."""

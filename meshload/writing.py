@@ -11,13 +11,14 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from .errors import LayoutError, SourceError
 from .pieces import Ints, Pieces
 from .planning import Job, Joined, Plan, Target, Targets
 from .planning import plan as join
-from .reading import Progress, buffers_for, read, values_of
+from .reading import ALIGNMENT, Progress, read, values_of
 from .source import Bytes, ChunkedArray, LocalFile, LocalFolder
 
 MAX_BYTES = 512 << 20
@@ -165,7 +166,9 @@ def _nothing() -> None:
 
 
 def sink_of(source: Any, context: Any) -> Sink:
-    """Return the sink at the place of a source."""
+    """Return the sink at the place of a source; what is both is its own."""
+    if hasattr(source, "write"):
+        return cast(Sink, source)
     if isinstance(source, LocalFile):
         return FileSink(source.path, source.name)
     if isinstance(source, ChunkedArray):
@@ -239,6 +242,7 @@ class Filling:
     runs: Ints
     """The copy that is an item whole, in one run of its source and unchanged; -1 where there is none."""
     max_bytes: int
+    memory: threading.local = field(default_factory=threading.local)
 
     @property
     def nbytes(self) -> int:
@@ -399,7 +403,7 @@ def _move(made: Filling, group: Sequence[int], resume: bool, lossy: bool) -> int
     left = group if resume else [i for i in group if not _copied(made, i)]
     if left:
         plan = _plan_of(made, left)
-        buffers = buffers_for(plan)
+        buffers = _buffers(made, plan)
         read(plan, buffers)
         written = [_written(made.items[i], plan, place, buffers, resume, lossy) for place, i in enumerate(left)]
         for end in written:
@@ -407,6 +411,15 @@ def _move(made: Filling, group: Sequence[int], resume: bool, lossy: bool) -> int
     for sink in {id(made.items[i].sink): made.items[i].sink for i in group}.values():
         sink.flush()
     return _nbytes(made, group)
+
+
+def _buffers(made: Filling, plan: Plan) -> dict[int, Bytes]:
+    """Return memory for the targets, the same for all groups of a thread: new memory costs as much as reading."""
+    bounds = np.cumsum([0, *(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in plan.targets)])
+    held: Bytes | None = getattr(made.memory, "held", None)
+    if held is None or len(held) < bounds[-1]:
+        held = made.memory.held = np.empty(int(bounds[-1]), np.uint8)
+    return {i: held[at : at + t.nbytes] for i, (at, t) in enumerate(zip(bounds.tolist(), plan.targets, strict=False))}
 
 
 def _copied(made: Filling, i: int) -> bool:

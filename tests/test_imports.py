@@ -16,13 +16,13 @@ ADAPTERS = CORE.parent / "adapters" / "meshload_adapters"
 MODULES = sorted(p.stem for p in CORE.glob("*.py") if p.stem not in ("__init__", "__main__"))
 
 ORDER = [
-    *("errors", "box", "expression", "pieces", "array", "source"),
+    *("errors", "box", "digests", "expression", "pieces", "array", "source"),
     *("mesh", "layout", "pattern", "checkpoint"),
     *("scheduling", "planning", "reading", "writing"),
     *("formats", "frameworks", "exchange"),
     *("quantised", "naming", "wanting"),
     *("ranks", "requesting"),
-    *("loading", "converting", "checking", "digests"),
+    *("loading", "converting", "checking"),
     *("testing", "cli"),
 ]
 """Each module imports those in front of it alone."""
