@@ -1,6 +1,7 @@
 """The command line: it parses, calls one public function, and prints. What it can do, Python can do with the same words.
 
-Exit status: 0 as hoped; 1 `check` found damage, or `verify` a difference; 2 anything that could not be done, with one sentence on stderr.
+Exit status: 0 as hoped; 1 `check` found damage, or `verify` a difference; 2 anything that could not be done, with one
+sentence on stderr.
 """
 
 from __future__ import annotations
