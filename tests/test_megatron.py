@@ -1085,6 +1085,23 @@ def test_a_lost_buffers_file_is_told(tmp_path: Path) -> None:
     assert set(found) == set(golden("legacy-tp2-dp2-bf16-distopt"))
 
 
+@pytest.mark.parametrize("folders", [["mp_rank_00"], ["mp_rank_00_000_000", "mp_rank_00_000_001"]])
+def test_an_optimizer_of_old_releases_is_told_and_not_read(tmp_path: Path, folders: Sequence[str]) -> None:
+    arrays = write_tp(tmp_path, 1)
+    save = tmp_path / "iter_0000001"
+    (save / "mp_rank_00/model_optim_rng.pt").rename(save / "mp_rank_00/model_rng.pt")
+    for name in folders:
+        (save / name).mkdir(exist_ok=True)
+        (save / name / "optim.pt").write_bytes(b"what is never opened")
+    found = meshload.open(tmp_path, config={"model_type": "llama"})
+    assert (set(found), found.optimizer, found.problems) == (set(arrays), {}, ())
+    why = f"the optimizer is in {folders[0]}/optim.pt, as old releases wrote it, which is not read"
+    assert found.unavailable == {"optimizer.states": why}
+    assert restored(found)
+    with pytest.raises(meshload.MissingArray, match=why):
+        restored(found, optimizer=True)
+
+
 def test_a_buffer_of_another_length_is_refused(tmp_path: Path) -> None:
     root = shutil.copytree(fixture("legacy-tp2-dp2-bf16-distopt"), tmp_path / "c")
     file = root / "iter_0000002/mp_rank_01/distrib_optim.pt"

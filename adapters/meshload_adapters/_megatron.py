@@ -26,6 +26,9 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?/")
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 
+OLD_OPTIMIZER = "optim.pt"
+"""Where old releases keep the optimizer: beside `model_rng.pt`, or in a folder per data-parallel rank."""
+
 MOST = 1 << 32
 """Layers times chunks of the pipeline; more are a hostile file's."""
 
@@ -131,7 +134,7 @@ def lacking(save: Save) -> str:
         absent = [n for n in (".metadata", "metadata.json") if not save.folder.has(n)]
         return f"{listing(absent)} {'is' if len(absent) == 1 else 'are'} not there" if absent else ""
     ranks = [n for n in save.folder.names() if RANK_FOLDER.fullmatch(n)]
-    empty = [n for n in ranks if not set(MODEL_FILES) & set(save.folder.names(n.rstrip("/")))]
+    empty = [n for n in ranks if not {*MODEL_FILES, OLD_OPTIMIZER} & set(save.folder.names(n.rstrip("/")))]
     return f"{listing(empty)} {'has' if len(empty) == 1 else 'have'} no {MODEL_FILES[0]}" if empty else ""
 
 

@@ -19,7 +19,7 @@ from meshload.checkpoint import Problem
 from meshload.errors import FormatError, MeshloadWarning, SourceError, listing
 from meshload.source import Folder
 
-from ._megatron import MODEL_FILES, RANK_FOLDER, Save, arguments, number
+from ._megatron import MODEL_FILES, OLD_OPTIMIZER, RANK_FOLDER, Save, arguments, number
 from ._megatron_shards import EMBEDDING
 from ._torch_file import NETWORK, Tensor, TorchFile
 
@@ -52,6 +52,9 @@ class Rank:
     """Whether its names are those before megatron-core."""
     buffers: TorchFile | None = None
     buffers_why: str = ""
+    """Why the optimizer's arrays cannot be given."""
+    is_optimizer: bool = False
+    """Whether it is a data-parallel rank's folder of old, in which the optimizer is alone."""
     t: int = 0
     p: int = 0
     e: int = 0
@@ -75,6 +78,11 @@ def read_ranks(save: Save) -> list[Rank]:
             ranks += pool.map(partial(_read_rank, save.folder), rest)
     else:  # parsing takes the time, and threads would take turns at it
         ranks += [_read_rank(save.folder, name) for name in rest]
+    old = next((rank for rank in ranks if rank.is_optimizer), None)
+    if old is not None:
+        ranks = [rank for rank in ranks if not rank.is_optimizer]
+        for rank in ranks:
+            rank.buffers_why = old.buffers_why
     if not any(rank.file for rank in ranks):
         raise FormatError(f"{save.name}: no rank's file can be read: {listing((r.why for r in ranks), _SHOWN)}")
     return ranks
@@ -85,9 +93,12 @@ def _read_rank(folder: Folder, name: str) -> Rank:
     rank = Rank(name, tuple(int(n) for n in match.groups() if n) if match else ())
     at = f"{name}/" if name else ""
     listed = folder.names(name)
+    if OLD_OPTIMIZER in listed:
+        rank.buffers_why = f"the optimizer is in {at}{OLD_OPTIMIZER}, as old releases wrote it, which is not read"
     model = next((n for n in MODEL_FILES if n in listed), None)
     if model is None:
         rank.why = f"{at}{MODEL_FILES[0]} is not there"
+        rank.is_optimizer = OLD_OPTIMIZER in listed
         return rank
     try:
         found = TorchFile.open(folder.file(f"{at}{model}"))

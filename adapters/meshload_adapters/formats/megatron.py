@@ -22,7 +22,8 @@ and a dtype, flat fp32 `param`, `exp_avg` and `exp_avg_sq`: see `_megatron_buffe
 refused; the reason is in `unavailable["optimizer.states"]`.
 
 Source: https://github.com/NVIDIA/Megatron-LM, `megatron/training/checkpointing.py`, `megatron/core/optimizer`. Tried with
-megatron-core 0.13 and 0.16. Not read: `layer_wise_optimizer_*.pt`, optimizers in `optim.pt` (before 2021).
+megatron-core 0.13 and 0.16. Not read, and told in the same place: `layer_wise_optimizer_*.pt`, and `optim.pt` of old releases,
+beside `model_rng.pt` or in a folder `mp_rank_{TT}_{PPP}_{DDD}` of each data-parallel rank.
 """
 
 from __future__ import annotations
