@@ -421,7 +421,7 @@ def no_table(checkpoint: Checkpoint, naming: str) -> str:
     elif checkpoint.config is None:
         why = "there is no config.json beside the arrays, so the model family is not known; give it with config="
     elif family is None:
-        why = "the config has no model_type"
+        why = "the config has no model_type; give it with config="
     else:
         why = f"there is no {naming} table for model_type {family!r} whose names these are (such as {example})"
     return (

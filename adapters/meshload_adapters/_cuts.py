@@ -3,7 +3,8 @@
 The files of model-parallel ranks hold local shards, to which ZeRO is applied. What joins them again is a
 `Cut`. It is told, in this order, by the option `cut=`; by the checkpoint's `universal_checkpoint_info`; or by the names of a
 client that says who it is: Megatron-DeepSpeed writes `checkpoint_version` and a Namespace `args` (and has SwiGLU's `[gate; up]` in
-each shard if `args.swiglu`), GPT-NeoX a dict `args` with `model_parallel_size`. Shapes tell nothing here: where none of these
+each shard if `args.swiglu`), GPT-NeoX a dict `args` with `model_parallel_size` (whose MLPs are gated where the first matrix has
+twice the rows that the second takes). Shapes tell nothing here: where none of these
 knows a name, its array is unavailable, and the reason says how to declare it.
 
 `universal_checkpoint_info` has regular expressions, matched from a name's start:
@@ -31,6 +32,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from meshload.array import Array, Step, concatenate
@@ -259,9 +261,10 @@ _MEGATRON: tuple[tuple[str, Cut | None], ...] = (
 _NEOX: tuple[tuple[str, Cut | None], ...] = (
     (r"(?:.*\.)?(?:word_embeddings|final_linear)\.weight", Cut(0)),
     (r"(?:.*\.)?query_key_value\.(?:weight|bias)", None),  # with fewer kv heads, the order of the rows is another
-    (r"(?:.*\.)?(?:dense_h_to_4h\.(?:weight|bias)|mlp\.w[13]\.weight)", Cut(0)),
-    (r"(?:.*\.)?(?:attention\.dense|dense_4h_to_h|mlp\.w2)\.weight", Cut(1)),
-    (r"(?:.*\.)?(?:attention\.dense|dense_4h_to_h)\.bias", Cut(None, copies="sum")),  # each rank adds its own
+    (r"(?:.*\.)?mlp\.(?:dense_h_to_4h|linear1)\.(?:weight|bias)", None),  # a gated MLP has both of its halves in there
+    (r"(?:.*\.)?mlp\.w[13]\.weight", Cut(0)),
+    (r"(?:.*\.)?(?:attention\.dense|dense_4h_to_h|mlp\.(?:w2|linear2))\.weight", Cut(1)),
+    (r"(?:.*\.)?(?:attention\.dense|dense_4h_to_h|mlp\.linear2)\.bias", Cut(None, copies="sum")),  # each rank adds its own
     (r"(?:.*\.)?inv_freq", Cut(None)),
     (_NORM, Cut(None)),
 )
@@ -292,10 +295,16 @@ class Rules:
             return "megatron"
         return "gpt_neox" if "model_parallel_size" in args and "make_vocab_size_divisible_by" in args else ""
 
-    def cut(self, name: str, is_parameter: bool | None, shards: Sequence[Array | None]) -> Cut | AffineCut:
+    def cut(
+        self,
+        name: str,
+        is_parameter: bool | None,
+        shards: Sequence[Array | None],
+        others: Mapping[str, Mapping[int, Array]] = MappingProxyType({}),
+    ) -> Cut | AffineCut:
         """Return how an array is cut, or raise `Refused`. Whether it is a parameter may not be known (None).
 
-        A buffer that nobody tells of is each rank's own copy.
+        A buffer that nobody tells of is each rank's own copy. `others` are the shards of all arrays.
         """
         if isinstance(self.declared, Mapping):
             for glob, found in self.declared.items():
@@ -309,7 +318,7 @@ class Rules:
                 return told
             if is_parameter:
                 return Cut(0, keep=self._rows_kept(name))
-        found = self._by_name(name, shards) if self.name in RULES else None
+        found = self._by_name(name, shards, others) if self.name in RULES else None
         if found is not None:
             return found
         if is_parameter is False:
@@ -319,18 +328,23 @@ class Rules:
             f"cut={{{name!r}: 0}} (a dim, None where each has the whole, 'mean', 'sum' or a Cut) in the format's options"
         )
 
-    def _by_name(self, name: str, shards: Sequence[Array | None]) -> Cut | None:
+    def _by_name(self, name: str, shards: Sequence[Array | None], others: Mapping[str, Mapping[int, Array]]) -> Cut | None:
         for pattern, cut in _MEGATRON if self.name == "megatron" else _NEOX:
             if re.fullmatch(pattern, name):
-                return cut or self._depending(name, shards)
+                return cut or self._depending(name, shards, others)
         return None
 
-    def _depending(self, name: str, shards: Sequence[Array | None]) -> Cut | None:
-        """Return a cut that the client's args decide; None where they do not."""
+    def _depending(self, name: str, shards: Sequence[Array | None], others: Mapping[str, Mapping[int, Array]]) -> Cut | None:
+        """Return a cut that the client's args or another array decide; None where they do not."""
         args = dict_of(self.client.get("args"))
         if self.name == "megatron":
             gated = args.get("swiglu")
             return Cut(0, parts=2 if gated else 1) if type(gated) is bool else None
+        mlp = re.fullmatch(r"(.*)(?:dense_h_to_4h|linear1)\.(?:weight|bias)", name)
+        if mlp:  # what the second matrix takes is what the first gives, or half of it
+            back = [a for n in ("dense_4h_to_h", "linear2") for a in others.get(f"{mlp[1]}{n}.weight", {}).values()]
+            ratios = {s.shape[0] / a.shape[1] for s in shards if s is not None and s.ndim for a in back if a.ndim == 2 and a.size}
+            return {1.0: Cut(0), 2.0: Cut(0, parts=2)}.get(ratios.pop()) if len(ratios) == 1 else None
         hidden, rows = args.get("hidden_size"), sum(s.shape[0] for s in shards if s is not None and s.ndim)
         return Cut(0) if is_count(hidden) and rows == 3 * hidden else None
 
@@ -518,7 +532,7 @@ def whole(shards: Shards, rules: Rules, is_parameter: Callable[[str], bool | Non
             ranks = range(stage * rules.ranks, (stage + 1) * rules.ranks)
             try:
                 mine, gone = [found.get(mp) for mp in ranks], [lost.get(mp) for mp in ranks]
-                made.arrays[name] = _of_stage(name, mine, gone, shards.kind, rules, is_parameter(name))
+                made.arrays[name] = _of_stage(name, mine, gone, shards, rules, is_parameter(name))
                 break
             except Refused as error:
                 reasons.append(str(error))
@@ -531,15 +545,15 @@ def _of_stage(
     name: str,
     found: Sequence[Array | None],
     lost: Sequence[str | None],
-    kind: str,
+    shards: Shards,
     rules: Rules,
     is_parameter: bool | None,
 ) -> Array:
     why = "; ".join(dict.fromkeys(w for w, a in zip(lost, found, strict=True) if w is not None and a is None))
     if not any(a is not None for a in found):
         raise Refused(why or "no rank holds it")
-    cut = rules.cut(name, is_parameter, found)
+    cut = rules.cut(name, is_parameter, found, shards.found)
     needs_all = not (isinstance(cut, Cut) and cut.dim is None and cut.copies == "first")
     if why and needs_all:
         raise Refused(why)
-    return joined(name, found, cut, kind)
+    return joined(name, found, cut, shards.kind)

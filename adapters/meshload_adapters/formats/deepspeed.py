@@ -35,6 +35,9 @@ PipelineModule: `{layer}.{key}`, and `tied_modules.{tie}.{key}`, which stands in
 read once. Which layer's file holds a tie is stored nowhere: it is the one layer that has such keys and no parameters of its own;
 where that is not one, `DeepSpeed(tied={"embed": 0})` says it.
 
+GPT-NeoX's layers have their canonical names by `models/neox.py`. Its `args` say who it is and how many layers and heads there are,
+not which family: `config={"model_type": "gpt_neox", ...}` does.
+
 **Experts**: names in the optimizer count local experts, here they are global: `ep_rank * local + i`. The ep rank of data rank r is
 `r % ep`, or, with `use_data_before_expert_parallelism`, `r // (W / ep)`.
 
@@ -235,6 +238,7 @@ class _Opening:
                 self._partition(group)
         self._without_partitions()
         wholes = {kind: whole(shards, rules, self.weights.is_parameter) for kind, shards in self.kinds.items()}
+        config = config if config is not None or rules.name != "gpt_neox" else _neox_config(save.state) or None
         told = [Problem(why, file=file) for file, why in save.gaps.items()]
         told += [Problem(f"{f}: not of this save, which has {save.mp} x {save.dp} ranks; not used", file=f) for f in save.stale]
         made = checkpoint_of(
@@ -506,6 +510,13 @@ class _Opening:
             "zero_stage": optimizer.stage if optimizer else 0,
             "optimizer": {**inner, "param_groups": groups, **self.notes},
         }
+
+
+def _neox_config(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return what GPT-NeoX's args say of the model, under Hugging Face's keys; not its family, as it trains several."""
+    args = dict_of(plain(state.get("args")))
+    keys = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads"}
+    return {ours: args[theirs] for theirs, ours in keys.items() if is_count(args.get(theirs)) and args[theirs]}
 
 
 def _is_moment(key: Any, value: Any) -> bool:

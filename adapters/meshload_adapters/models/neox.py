@@ -7,7 +7,8 @@ and there is no head (`tie_word_embeddings` in the config: the library ties unle
 
 The rows of `query_key_value` are, per head, q, k and v, as in Hugging Face. The vocabulary is padded. MLPs are `dense_h_to_4h` and
 `dense_4h_to_h` in older versions. Each tensor-parallel rank adds a bias of its own behind `attention.dense` and the second matrix
-of the MLP, and Hugging Face's is their sum: the format says so where the checkpoint says whose it is.
+of the MLP, and Hugging Face's is their sum: the format says so where the checkpoint says whose it is. The library's converter takes
+the mean of the ranks' norms (`copies="mean"`); by default here it is the first rank's.
 """
 
 _GPT_NEOX = """
