@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .array import Array
 from .box import Box
-from .errors import LayoutError, SourceError
+from .errors import LayoutError, SourceError, listing
 from .pieces import Ints, Pieces
 from .planning import Job, Joined, Plan, Target, Targets
 from .planning import plan as join
@@ -64,15 +65,17 @@ class FileSink:
     name: str
 
     def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
-        view = _bytes(values)
-        with self._open(os.O_WRONLY) as descriptor:
-            while len(view):
-                try:
-                    n = os.pwrite(descriptor, view, start)
-                except OSError as error:
-                    raise _said(error, self.name, f"writing {len(view)} bytes at {start}") from error
-                view, start = view[n:], start + n
+        self.put(start, _bytes(values))
         return _nothing
+
+    def put(self, start: int, view: memoryview) -> None:
+        """Write bytes at `start`."""
+        while len(view):
+            try:
+                n = os.pwrite(self._descriptor.number, view, start)
+            except OSError as error:
+                raise _said(error, self.name, f"writing {len(view)} bytes at {start}") from error
+            view, start = view[n:], start + n
 
     def copy(self, start: int, source: LocalFile, at: int, nbytes: int) -> bool:
         """Let the system copy a range of another file; say no where it cannot, with nothing lost."""
@@ -165,6 +168,18 @@ def _nothing() -> None:
     """Do nothing: the write has ended already."""
 
 
+@runtime_checkable
+class Located(Protocol):
+    """A source whose bytes lie in another one, at places of their own."""
+
+    def located(self, start: int, nbytes: int) -> tuple[Any, int]:
+        """Return a source, and where in it the bytes of a run lie; itself and `start` where they are no run there."""
+
+
+def _located(source: Any, start: int, nbytes: int) -> tuple[Any, int]:
+    return source.located(start, nbytes) if isinstance(source, Located) else (source, start)
+
+
 def sink_of(source: Any, context: Any) -> Sink:
     """Return the sink at the place of a source; what is both is its own."""
     if hasattr(source, "write"):
@@ -189,16 +204,18 @@ def put(folder: LocalFolder, file: str, data: bytes) -> None:
     lay_out(folder, file, data, len(data))
 
 
-def lay_out(folder: LocalFolder, file: str, head: bytes, size: int) -> None:
-    """Make a file of `size` bytes that begins with `head`; the rest is a hole, which reads as zeros."""
+def lay_out(folder: LocalFolder, file: str, head: bytes | Iterable[tuple[int, bytes]], size: int) -> None:
+    """Make a file of `size` bytes that begins with `head`, or holds each of several at its place; the rest are holes, zeros."""
     path = folder.path / file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            view = memoryview(head)
-            while len(view):
-                view = view[os.write(descriptor, view) :]
+            for at, data in [(0, head)] if isinstance(head, bytes) else head:
+                view = memoryview(data)
+                while len(view):
+                    n = os.pwrite(descriptor, view, at)
+                    view, at = view[n:], at + n
             os.ftruncate(descriptor, size)
         finally:
             os.close(descriptor)
@@ -265,7 +282,7 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
         for number, start, first, shape in zip(
             boxes.source.tolist(), boxes.offset.tolist(), boxes.start.tolist(), boxes.shape.tolist(), strict=True
         ):
-            source = boxes.sources[number]
+            source, start = _located(boxes.sources[number], start, math.prod(shape) * made.dtype.itemsize)
             sink = sinks.get(id(source)) or sinks.setdefault(id(source), sink_of(source, context))
             box = Box(tuple(first), tuple(shape))
             items.append(Item(made.name, sink, start, box, made.dtype))
@@ -363,23 +380,28 @@ def _groups(joined: Joined, sizes: Ints, room: int) -> list[Ints]:
     return groups
 
 
+def share(made: Filling, rank: int, size: int) -> list[Ints]:
+    """Return one process's groups: neighbours, so that each reads its own part of the source."""
+    n = len(made.groups)
+    return list(made.groups[rank * n // size : (rank + 1) * n // size])
+
+
 def fill(
     made: Filling,
     *,
+    groups: Sequence[Ints] | None = None,
     progress: Progress | None = None,
-    share: tuple[int, int] = (0, 1),
+    check: Callable[[], None] | None = None,
     resume: bool = False,
     lossy: bool = False,
 ) -> None:
-    """Move the groups of this process's share, `(i, of)`; the first failure ends the rest and is raised.
+    """Move groups of items, all by default; the first failure ends the rest and is raised.
 
-    With `resume`, what is there already is compared, and written where it differs. `lossy` allows steps (norm + 1) that cannot
-    be undone exactly.
+    `check` is called before each group, and may raise. With `resume`, what is there already is compared, and written where it
+    differs. `lossy` allows steps (norm + 1) that cannot be undone exactly.
     """
-    number, of = share
-    n = len(made.groups)
-    mine = made.groups[number * n // of : (number + 1) * n // of]
-    total = sum(_nbytes(made, group.tolist()) for group in mine)
+    mine = [group.tolist() for group in (made.groups if groups is None else groups)]
+    total = sum(_nbytes(made, group) for group in mine)
     done = 0
     if progress:
         progress(0, total)
@@ -389,13 +411,48 @@ def fill(
             for group in mine:
                 if len(waiting) >= MOVERS:
                     done = _advance(done + waiting.pop(0).result(), total, progress)
-                waiting.append(pool.submit(_move, made, group.tolist(), resume, lossy))
+                if check is not None:
+                    check()
+                waiting.append(pool.submit(_move, made, group, resume, lossy))
             for future in waiting:
                 done = _advance(done + future.result(), total, progress)
         except BaseException:
             for future in waiting:
                 future.cancel()
             raise
+
+
+def scatter(made: Filling, items: Sequence[int], rows: Ints) -> None:
+    """Write of some items only what some copies bring, run by run: other processes write the rest of the same items."""
+    for i in items:
+        item = made.items[i]
+        if not isinstance(item.sink, FileSink):
+            raise LayoutError(f"{item.array}: several processes hold parts of one of its chunks, which only one can write")
+        plan = _plan_of(made, [i])
+        keep = np.isin(made.rows[made.bounds[i] : made.bounds[i + 1]], rows)
+        plan = replace(plan, copies=plan.copies.take(keep))
+        buffers = _buffers(made, plan)
+        read(plan, buffers)
+        data = buffers[0].data
+        for start, length in _target_runs(plan.copies):
+            item.sink.put(item.start + start, data[start : start + length])
+    for sink in {id(made.items[i].sink): made.items[i].sink for i in items}.values():
+        sink.flush()
+
+
+def _target_runs(copies: Copies) -> Iterator[tuple[int, int]]:
+    """Return start and length of the contiguous runs that copies fill, in bytes."""
+    for row in range(len(copies)):
+        shape, strides = copies.shape[row].tolist(), copies.target_strides[row].tolist()
+        run, inner = int(copies.itemsize[row]), len(shape)
+        while inner > 0 and (shape[inner - 1] == 1 or strides[inner - 1] == run):
+            inner -= 1
+            run *= shape[inner]
+        starts = np.full((), int(copies.target_offset[row]), np.int64)
+        for d in range(inner):
+            starts = starts[..., None] + np.arange(shape[d]) * strides[d]
+        for start in starts.reshape(-1).tolist():
+            yield start, run
 
 
 def _move(made: Filling, group: Sequence[int], resume: bool, lossy: bool) -> int:
@@ -426,11 +483,13 @@ def _copied(made: Filling, i: int) -> bool:
     """Let the system copy an item that lies in one run of a local file, as it is to lie in another; say whether it did."""
     item, row = made.items[i], made.runs[i]
     copies = made.joined.copies
-    source = copies.sources[copies.source[row]] if row >= 0 else None
-    if not isinstance(source, LocalFile) or not isinstance(item.sink, FileSink):
+    if row < 0 or not isinstance(item.sink, FileSink):
+        return False
+    source, start = _located(copies.sources[copies.source[row]], int(copies.offset[row]), item.nbytes)
+    if not isinstance(source, LocalFile):
         return False
     source.check()
-    return item.sink.copy(item.start, source, int(copies.offset[row]), item.nbytes)
+    return item.sink.copy(item.start, source, start, item.nbytes)
 
 
 def _advance(done: int, total: int, progress: Progress | None) -> int:
@@ -524,7 +583,8 @@ def publish(staging: LocalFolder, target: Path) -> None:
         (staging.path / NOTE).unlink(missing_ok=True)
         for path, folders, files in os.walk(staging.path, topdown=False):
             for name in files:
-                _sync(os.path.join(path, name))
+                if not os.path.islink(os.path.join(path, name)):
+                    _sync(os.path.join(path, name))
             for name in folders:
                 _sync(os.path.join(path, name))
         _sync(str(staging.path))
@@ -532,6 +592,53 @@ def publish(staging: LocalFolder, target: Path) -> None:
         _sync(str(target.parent))
     except OSError as error:
         raise _said(error, str(target), "publishing it") from error
+
+
+def prepare_within(folder: Path) -> LocalFolder:
+    """Return a new folder to write into, inside one that holds other files, which are left alone."""
+    staging = staging_of(folder / "index")
+    try:
+        if staging.exists():
+            shutil.rmtree(staging)
+        staging.mkdir()
+    except OSError as error:
+        raise _said(error, str(folder), "making a folder in it") from error
+    return LocalFolder(staging)
+
+
+def link(folder: LocalFolder, file: str, path: Path) -> None:
+    """Make a link to a file."""
+    place = folder.path / file
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(os.path.abspath(path))
+    except OSError as error:
+        raise _said(error, file, f"making a link to {path}") from error
+
+
+def move_in(staging: LocalFolder, folder: Path, files: Sequence[str], replaced: Sequence[str]) -> None:
+    """Give finished files their names in a folder that holds others too; the last of them says that all are there.
+
+    So the last of those that they replace goes first. Other files of these names raise, and nothing is changed.
+    """
+    taken = [file for file in files if os.path.lexists(folder / file) and file not in replaced]
+    if taken:
+        raise LayoutError(f"{folder}: {listing(taken)} exist already, and are of somebody else; name another folder")
+    try:
+        for file in files:
+            if not os.path.islink(staging.path / file):
+                _sync(str(staging.path / file))
+        if replaced:
+            (folder / replaced[-1]).unlink(missing_ok=True)
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            os.rename(staging.path / file, folder / file)
+        _sync(str(folder))
+        for file in set(replaced) - set(files):
+            (folder / file).unlink(missing_ok=True)
+        shutil.rmtree(staging.path)
+    except OSError as error:
+        raise _said(error, str(folder), "publishing in it") from error
 
 
 def _sync(path: str) -> None:
