@@ -18,11 +18,13 @@ from .errors import (
     Overlap,
     SourceError,
 )
+from .indexing import Index, index
 from .layout import Layout
 from .loading import open, plan, restore
 from .mesh import Mesh, Sharding
 from .pieces import Pieces
 from .planning import Plan
+from .saving import save
 
 __all__ = [
     "Array",
@@ -31,6 +33,7 @@ __all__ = [
     "CopiesDiffer",
     "Digest",
     "FormatError",
+    "Index",
     "Layout",
     "LayoutError",
     "LimitError",
@@ -50,10 +53,12 @@ __all__ = [
     "concatenate",
     "convert",
     "digest",
+    "index",
     "interleave",
     "open",
     "plan",
     "restore",
+    "save",
     "stack",
     "verify",
 ]

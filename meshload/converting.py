@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ import numpy as np
 from .array import Array
 from .box import Box
 from .checkpoint import Checkpoint
-from .errors import LayoutError, listing
+from .errors import LayoutError, SourceError, listing
+from .exchange import running, together
 from .formats import Format, Parts, Writer, installed
-from .frameworks import framework_of, is_floating
+from .frameworks import Group, framework_of, is_floating
 from .loading import as_dtype, open, plan, shown_progress
+from .ranks import launched
 from .reading import Progress
 from .requesting import LayoutLike, model_in
 from .source import Folder, LocalFolder, open_folder, read_bytes
-from .writing import MAX_BYTES, fill, filling, prepare, publish, put, remember
+from .writing import FAILED, MAX_BYTES, fill, filling, prepare, publish, put, remember, share, staging_of
 
 CARRIED = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
@@ -66,7 +69,6 @@ def convert(
     where writing fails; nothing is published then.
     """
     writer = writer_of(to)
-    target = _local(dst)
     checkpoint = src if isinstance(src, Checkpoint) else open(src, format=format, config=config)
     if checkpoint.unavailable:
         raise LayoutError(
@@ -74,19 +76,94 @@ def convert(
         )
     view = _view(checkpoint, writer, names)
     like = _cast(view, dtype)
-    parts = _parts(view, mesh, layout)
+    carried = _carried(None if isinstance(src, Checkpoint) else open_folder(src), like, dtype)
+    draft = Draft(writer, local(dst), like, _parts(view, mesh, layout), resume)
     limit = MAX_BYTES if max_bytes is None else int(max_bytes)
-    staging = prepare(target, resume=resume)
-    remember(staging, _fingerprint(like, view, writer, parts))
-    writer.create(staging, like, parts)
-    for file, data in _carried(None if isinstance(src, Checkpoint) else open_folder(src), like, dtype):
-        put(staging, file, data)
-    made = _opened(writer, staging, like)
-    todo = filling([(made[name], view.arrays[name]) for name in like.arrays], max_bytes=limit)
-    with shown_progress(progress) as report:
-        fill(todo, progress=report, resume=resume, lossy=dtype is not None)
-    writer.commit(staging)
-    publish(staging, target)
+    group = processes()
+    with shown_progress(progress if group.rank == 0 else None) as report:
+        draft.lay_out(group, view, carried)
+
+        def move() -> None:
+            todo = filling(draft.pairs(view), max_bytes=limit)
+            groups = share(todo, group.rank, group.size)
+            fill(todo, groups=groups, progress=report, check=draft.check, resume=resume, lossy=dtype is not None)
+
+        draft.finish(group, move)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written, by one process or several, in a folder beside its place."""
+
+    writer: Writer
+    target: Path
+    like: Checkpoint
+    parts: Parts
+    resume: bool = False
+
+    @property
+    def staging(self) -> LocalFolder:
+        return LocalFolder(staging_of(self.target))
+
+    def lay_out(self, group: Group, view: Checkpoint, carried: Sequence[tuple[str, bytes]]) -> None:
+        """Make the folder and all files in it, their payload left out; one process does, all wait for it."""
+
+        def make() -> None:
+            staging = prepare(self.target, resume=self.resume)
+            remember(staging, _fingerprint(self.like, view, self.writer, self.parts))
+            self.writer.create(staging, self.like, self.parts)
+            for file, data in carried:
+                put(staging, file, data)
+
+        together(group, make, only=0)
+
+    def pairs(self, view: Checkpoint) -> list[tuple[Array, Array]]:
+        """Return the arrays that are laid out, each with the one that fills it."""
+        made = self.writer.open(self.staging).arrays
+        for name, array in self.like.arrays.items():
+            found = made.get(name)
+            if found is None or (found.shape, found.dtype) != (array.shape, array.dtype):
+                raise LayoutError(
+                    f"{name}: {array.dtype.name} {array.shape} cannot be laid out by {self.writer.name}: {found!r} came of it"
+                )
+        return [(made[name], view.arrays[name]) for name in self.like.arrays]
+
+    def finish(self, group: Group, move: Callable[[], None]) -> None:
+        """Let each process move its share; then one gives the folder its name. Where one fails all do, and soon."""
+
+        def attempt() -> None:
+            try:
+                move()
+            except Exception as error:
+                if group.size > 1:
+                    with suppress(OSError):
+                        (self.staging.path / FAILED).write_text(f"rank {group.rank}: {error}")
+                raise
+
+        def end() -> None:
+            self.writer.commit(self.staging)
+            publish(self.staging, self.target)
+
+        together(group, attempt)
+        together(group, end, only=0)
+
+    def check(self) -> None:
+        """Raise where another process has failed."""
+        failed = self.staging.path / FAILED
+        if failed.exists():
+            raise SourceError(f"another process failed: {failed.read_text(errors='replace')}")
+
+
+def processes() -> Group:
+    """Return the processes that convert or save together."""
+    group = running()
+    world = launched()
+    if group.size == 1 and world is not None and world.size > 1:
+        raise LayoutError(
+            f"{world.size} processes were launched, and they have no process group; call torch.distributed.init_process_group "
+            f"(gloo will do) or jax.distributed.initialize first"
+        )
+    return group
 
 
 def writer_of(to: str | Format) -> Writer:
@@ -98,7 +175,8 @@ def writer_of(to: str | Format) -> Writer:
     return found
 
 
-def _local(dst: Any) -> Path:
+def local(dst: Any) -> Path:
+    """Return the folder to be written; it is on a local disk, or one that looks like it."""
     text = os.fspath(dst)
     if "://" in text:
         raise LayoutError(f"{text}: targets are local folders; write there, and copy the folder to where it is to be")
@@ -134,16 +212,6 @@ def _parts(view: Checkpoint, mesh: Any, layout: LayoutLike) -> Parts:
     return found
 
 
-def _opened(writer: Writer, staging: LocalFolder, like: Checkpoint) -> Mapping[str, Array]:
-    """Open what was laid out; it must be what was asked for."""
-    made = writer.open(staging).arrays
-    for name, array in like.arrays.items():
-        found = made.get(name)
-        if found is None or (found.shape, found.dtype) != (array.shape, array.dtype):
-            raise LayoutError(f"{name}: {array.dtype.name} {array.shape} cannot be laid out by {writer.name}: {found!r} came of it")
-    return made
-
-
 def _fingerprint(like: Checkpoint, view: Checkpoint, writer: Writer, parts: Parts) -> dict[str, Any]:
     """Say what is being written from what, so that an interrupted writing is only gone on with where both are the same."""
     sources = {id(s): s for a in view.arrays.values() for s in a.pieces.sources}
@@ -165,5 +233,10 @@ def _carried(folder: Folder | None, like: Checkpoint, dtype: Any) -> list[tuple[
         for key in ("torch_dtype", "dtype"):
             if key in config and dtype is not None:
                 config[key] = np.dtype(as_dtype(dtype, framework_of("numpy"))).name
-        found["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
+        found["config.json"] = config_file(config)
     return list(found.items())
+
+
+def config_file(config: Mapping[str, Any]) -> bytes:
+    """Return a `config.json`."""
+    return json.dumps(dict(config), indent=2).encode() + b"\n"

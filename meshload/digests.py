@@ -158,7 +158,7 @@ def of_arrays(arrays: Mapping[str, NDArray[Any]]) -> Digest:
 def sum_of_run(values: NDArray[Any], behind: int) -> int:
     """Return what a contiguous run adds to the sum of an array that goes on for `behind` bytes."""
     data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    return int(shifted(np.asarray([zlib.crc32(data, ONES) ^ ONES], np.uint32), behind)[0])
+    return int(shifted(np.asarray([zlib.crc32(data.data, ONES) ^ ONES], np.uint32), behind)[0])
 
 
 def sum_of(values: NDArray[Any], box: Box, shape: Shape) -> int:
@@ -174,7 +174,7 @@ def sum_of(values: NDArray[Any], box: Box, shape: Shape) -> int:
     data = values.reshape(-1).view(np.uint8)
     count = int(np.prod(box.shape[:inner], dtype=np.int64))
     rows = data.reshape(count, -1)
-    sums = np.fromiter((zlib.crc32(row, ONES) ^ ONES for row in rows), np.uint32, count).reshape(box.shape[:inner])
+    sums = np.fromiter((zlib.crc32(row.data, ONES) ^ ONES for row in rows), np.uint32, count).reshape(box.shape[:inner])
     for d in range(inner - 1, -1, -1):  # the last index of a dim stands nearest to the end
         factors = _powers(strides[d], box.shape[d])[::-1]
         sums = np.bitwise_xor.reduce(_times(sums, factors), axis=-1)

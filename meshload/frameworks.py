@@ -26,6 +26,21 @@ class World:
     per_node: int
 
 
+class Group(Protocol):
+    """Processes that run together, and can tell each other something; all call each method, in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """Which of the processes this one is."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what each process gave, by rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """One rank's values of an array, in row-major memory of their own."""
@@ -97,8 +112,14 @@ class Framework(Protocol):
     def world(self) -> World | None:
         """Return the process group that runs, or None; imports nothing."""
 
+    def group(self) -> Group | None:
+        """Return the running processes as a group, where there are several; imports nothing."""
+
     def wishes(self, like: Any) -> dict[str, Wish]:
         """Return what a `like` wants, by name."""
+
+    def values(self, tensors: Any) -> dict[str, list[NDArray[Any]]]:
+        """Return what this process holds of tensors, by name: one array per rank in `wishes`, without a copy where it can."""
 
     def like(self, like: Any, tensors: Mapping[str, Any]) -> Any:
         """Return the tensors as what `like` is."""

@@ -69,6 +69,11 @@ def open(path: Any, *, format: str | Format | None = None, config: Any = None) -
     return replace(native, views=_views(native, opened))
 
 
+def with_views(native: Checkpoint) -> Checkpoint:
+    """Return a checkpoint that was not opened from files, with the namings that its config allows."""
+    return replace(native, views=_views(native, native))
+
+
 def _ties(arrays: Mapping[str, Array], config: Mapping[str, Any] | None) -> dict[str, str]:
     """Return the tied weights that are stored under one name only, as the config ties them."""
     found = _tied_in(CANONICAL, arrays, config)
@@ -328,13 +333,14 @@ class _Request:
 
     def _values(self, i: int, buffers: dict[int, Any], factors: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
         target: Target = self.plan.targets[i]
-        values = values_of(buffers.pop(i), target, [buffers.pop(n) for n in self.plan.others.get(i, ())])
+        wanted = self.dtypes.get(target.name) or (self.dtype if is_floating(target.dtype) else None)
+        others = [buffers.pop(n) for n in self.plan.others.get(i, ())]
+        values = values_of(buffers.pop(i), target, others, None if i in self.scales else wanted)
         if i in self.scales and self.dtype is not None:
             other = self.plan.targets[self.scales[i]]
             start = target.box.start if target.box else (0,) * values.ndim
             scales_start = other.box.start if target.box and other.box else (0,) * values.ndim
             return dequantised(values, factors[self.scales[i]], self.blocks, start, scales_start, self.dtype)
-        wanted = self.dtypes.get(target.name) or (self.dtype if is_floating(values.dtype) else None)
         return values if wanted is None or wanted == values.dtype else values.astype(wanted)
 
 

@@ -15,7 +15,7 @@ from .mesh import Mesh, fitted, mesh_of
 
 def resolved(mesh: Any, rank: Any, framework: Framework) -> tuple[Mesh, Any, tuple[int, ...]]:
     """Return the mesh with sizes, the framework's own mesh object if it is one, and the ranks that are wanted."""
-    world = framework.world() or _launched()
+    world = framework.world() or launched()
     if mesh is None:
         if rank not in (None, 0, "all"):
             raise LayoutError(f"rank={rank!r}: without mesh= there is one rank, 0, that holds all")
@@ -43,7 +43,7 @@ def resolved(mesh: Any, rank: Any, framework: Framework) -> tuple[Mesh, Any, tup
     return found, None, (int(rank),)
 
 
-def _launched() -> World | None:
+def launched() -> World | None:
     """Return what the launcher says of this process, by the variables of torchrun."""
     try:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

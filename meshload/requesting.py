@@ -275,17 +275,8 @@ class Collector:
     def _axes(
         self, layout: LayoutLike, name: str, shape: Sequence[int], line: tuple[Line, tuple[int, ...]] | None
     ) -> tuple[Axes, ...]:
-        if layout == "replicated":
-            return (None,) * len(shape)
-        if isinstance(layout, Mapping):
-            found = next((axes for glob, axes in layout.items() if fnmatch.fnmatchcase(name, glob)), None)
-            if found is None:
-                raise LayoutError(f"{name}: no pattern of the layout matches it; add one, or '*': () to replicate the rest")
-            if not _are_axes(found) or len(found) > len(shape):
-                raise LayoutError(
-                    f"{name}: the layout gives {found!r} for an array of shape {tuple(shape)}; one entry per dim was expected"
-                )
-            return (*found, *(None,) * (len(shape) - len(found)))
+        if isinstance(layout, (str, Mapping)):
+            return axes_by_pattern(layout, name, shape)
         if line is None or self.view.target is None:
             raise LayoutError(no_table(self.view.checkpoint, CANONICAL))
         chosen_layout = layout if isinstance(layout, Layout) else Layout.default()
@@ -357,6 +348,20 @@ class Collector:
                     f"{name}: `like` has shape {tuple(wish.shape)}, the layout gives rank {self.ranks[0]} {held[name].shape} "
                     f"of {held[name].whole}; make `like` of local shapes, or pass layout='replicated'"
                 )
+
+
+def axes_by_pattern(layout: str | Mapping[str, Sequence[Axes]], name: str, shape: Sequence[int]) -> tuple[Axes, ...]:
+    """Return the mesh axes per dim that the first fitting pattern of a layout says; none where all is `"replicated"`."""
+    if isinstance(layout, str):
+        return (None,) * len(shape)
+    found = next((axes for glob, axes in layout.items() if fnmatch.fnmatchcase(name, glob)), None)
+    if found is None:
+        raise LayoutError(f"{name}: no pattern of the layout matches it; add one, or '*': () to replicate the rest")
+    if not _are_axes(found) or len(found) > len(shape):
+        raise LayoutError(
+            f"{name}: the layout gives {found!r} for an array of shape {tuple(shape)}; one entry per dim was expected"
+        )
+    return (*found, *(None,) * (len(shape) - len(found)))
 
 
 def _are_axes(found: Any) -> bool:

@@ -31,6 +31,7 @@ from .pieces import Ints, Pieces
 from .planning import Job, Joined, Plan, Target, Targets
 from .planning import plan as join
 from .reading import ALIGNMENT, Progress, read, values_of
+from .scheduling import Copies
 from .source import Bytes, ChunkedArray, LocalFile, LocalFolder
 
 MAX_BYTES = 512 << 20
@@ -65,17 +66,19 @@ class FileSink:
     name: str
 
     def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
-        self.put(start, _bytes(values))
+        self.put([(start, _bytes(values))])
         return _nothing
 
-    def put(self, start: int, view: memoryview) -> None:
-        """Write bytes at `start`."""
-        while len(view):
-            try:
-                n = os.pwrite(self._descriptor.number, view, start)
-            except OSError as error:
-                raise _said(error, self.name, f"writing {len(view)} bytes at {start}") from error
-            view, start = view[n:], start + n
+    def put(self, runs: Iterable[tuple[int, memoryview]]) -> None:
+        """Write bytes, each run at its start."""
+        with self._open(os.O_WRONLY) as descriptor:
+            for start, view in runs:
+                while len(view):
+                    try:
+                        n = os.pwrite(descriptor, view, start)
+                    except OSError as error:
+                        raise _said(error, self.name, f"writing {len(view)} bytes at {start}") from error
+                    view, start = view[n:], start + n
 
     def copy(self, start: int, source: LocalFile, at: int, nbytes: int) -> bool:
         """Let the system copy a range of another file; say no where it cannot, with nothing lost."""
@@ -434,8 +437,7 @@ def scatter(made: Filling, items: Sequence[int], rows: Ints) -> None:
         buffers = _buffers(made, plan)
         read(plan, buffers)
         data = buffers[0].data
-        for start, length in _target_runs(plan.copies):
-            item.sink.put(item.start + start, data[start : start + length])
+        item.sink.put((item.start + start, data[start : start + length]) for start, length in _target_runs(plan.copies))
     for sink in {id(made.items[i].sink): made.items[i].sink for i in items}.values():
         sink.flush()
 
@@ -542,6 +544,10 @@ NOTE = ".meshload-writing"
 """A file in the unfinished folder that says what is being written there."""
 
 
+FAILED = ".meshload-failed"
+"""A file in the unfinished folder by which a process tells the others that it failed."""
+
+
 def remember(staging: LocalFolder, what: Mapping[str, Any]) -> None:
     """Note what is being written; an unfinished folder of something else raises."""
     text = json.dumps(what, sort_keys=True)
@@ -570,6 +576,7 @@ def prepare(target: Path, *, resume: bool) -> LocalFolder:
             raise LayoutError(f"{target}: it exists already, and nothing is overwritten; remove it, or choose another name")
         if staging.exists() and not resume:
             shutil.rmtree(staging)
+        (staging / FAILED).unlink(missing_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir(exist_ok=True)
     except OSError as error:

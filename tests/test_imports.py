@@ -22,7 +22,7 @@ ORDER = [
     *("formats", "frameworks", "exchange"),
     *("quantised", "naming", "wanting"),
     *("ranks", "requesting"),
-    *("loading", "converting", "checking"),
+    *("loading", "converting", "saving", "indexing", "checking"),
     *("testing", "cli"),
 ]
 """Each module imports those in front of it alone."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshload.box import Box
 from meshload.errors import LayoutError
-from meshload.frameworks import Placement, Slice, Wish, World
+from meshload.frameworks import Group, Placement, Slice, Wish, World
 from meshload.mesh import Mesh, axes_of
 
 
@@ -65,6 +66,11 @@ class Jax:
             return None
         return World(jax.process_index(), jax.process_count(), 1)
 
+    def group(self) -> Group | None:
+        """Return JAX's processes, where there are several."""
+        world = self.world()
+        return None if world is None or world.size == 1 else _Processes(world.rank, world.size)
+
     def wishes(self, like: Any) -> dict[str, Wish]:
         """Return what a pytree of shapes or arrays wants; a leaf's name is its path joined by dots."""
         import jax
@@ -75,6 +81,16 @@ class Jax:
             if name in found:
                 raise LayoutError(f"two leaves of `like` have the path {name}")
             found[name] = _wish(name, leaf)
+        return found
+
+    def values(self, tensors: Any) -> dict[str, list[NDArray[Any]]]:
+        """Return each array's shards on this process's devices, by the devices' numbers."""
+        import jax
+
+        found = {}
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tensors)[0]:
+            shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
+            found[_name(path)] = [np.asarray(shard.data) for shard in shards]
         return found
 
     def like(self, like: Any, tensors: Mapping[str, Any]) -> Any:
@@ -110,6 +126,24 @@ class Jax:
         """Return a scalar type of jax.numpy as NumPy's dtype."""
         own = type(dtype).__module__.partition(".")[0] in ("jax", "jaxlib") and hasattr(dtype, "dtype")
         return np.dtype(dtype.dtype) if own else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Processes:
+    """JAX's processes."""
+
+    rank: int
+    size: int
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what each process gave."""
+        from jax.experimental import multihost_utils
+
+        lengths = np.asarray(multihost_utils.process_allgather(np.asarray([len(data)], np.int32))).reshape(-1)
+        padded = np.zeros(max(1, int(lengths.max())), np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        found = np.asarray(multihost_utils.process_allgather(padded)).reshape(self.size, -1)
+        return [row.tobytes()[: int(n)] for row, n in zip(found, lengths, strict=True)]
 
 
 def _put(values: Sequence[Any], devices: Sequence[Any]) -> list[Any]:

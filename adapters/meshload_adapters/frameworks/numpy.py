@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from meshload.errors import LayoutError
-from meshload.frameworks import Placement, Slice, Wish, World
+from meshload.frameworks import Group, Placement, Slice, Wish, World
 from meshload.mesh import Mesh
 
 
@@ -35,11 +36,19 @@ class NumPy:
         """Return None: NumPy runs no processes."""
         return None
 
+    def group(self) -> Group | None:
+        """Return None: NumPy runs no processes."""
+        return None
+
     def wishes(self, like: Any) -> dict[str, Wish]:
         """Return what a dict of arrays wants: its names, local shapes and dtypes."""
         if not isinstance(like, Mapping):
             raise LayoutError(f"like={type(like).__name__}: into='numpy' takes a dict of arrays")
         return {name: Wish(tuple(a.shape), np.dtype(a.dtype)) for name, a in like.items()}
+
+    def values(self, tensors: Any) -> dict[str, list[NDArray[Any]]]:
+        """Return the arrays themselves."""
+        return {name: [array] for name, array in tensors.items()}
 
     def like(self, like: Any, tensors: Mapping[str, Any]) -> Any:
         """Return a new dict with the same keys in order, moments after them."""

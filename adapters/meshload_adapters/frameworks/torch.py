@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshload.box import Box
 from meshload.errors import LayoutError, MeshloadWarning, listing
-from meshload.frameworks import Placement, Slice, Wish, World
+from meshload.frameworks import Group, Placement, Slice, Wish, World
 from meshload.mesh import Cut, Mesh, Sharding, axes_of, sharding
 from meshload.naming import unwrapped
 from meshload.wanting import local_shape
@@ -72,11 +72,20 @@ class Torch:
         size = torch.distributed.get_world_size()
         return World(torch.distributed.get_rank(), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
 
+    def group(self) -> Group | None:
+        """Return the default process group, where it has several processes."""
+        world = self.world()
+        return None if world is None or world.size == 1 else _Processes(world.rank, world.size)
+
     def wishes(self, like: Any) -> dict[str, Wish]:
         """Return what a module or a state dict wants: local shapes, or whole shapes with this rank's boxes for DTensors."""
         state = _state(like)
         same = _names_of_same(state)
         return {name: _wish(name, tensor, same[name]) for name, (_, tensor) in state.items()}
+
+    def values(self, tensors: Any) -> dict[str, list[NDArray[Any]]]:
+        """Return each tensor's local part; tensors of other devices are copied to main memory."""
+        return {name: [_array(tensor)] for name, (_, tensor) in _state(tensors).items()}
 
     def like(self, like: Any, tensors: Mapping[str, Any]) -> Any:
         """Return the module, filled, or a new state dict with the same keys in order.
@@ -138,6 +147,31 @@ class DTensors(Torch):
         return _dtensor(local, mesh, placements, placement.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class _Processes:
+    """The default process group."""
+
+    rank: int
+    size: int
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return what each process gave; by tensors, so that no pickle is read."""
+        import torch
+        import torch.distributed as dist
+
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        lengths = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(lengths, mine)
+        longest = max(1, *(int(n) for n in lengths))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        found = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(self.size)]
+        dist.all_gather(found, padded.to(device))
+        return [t.cpu().numpy().tobytes()[: int(n)] for t, n in zip(found, lengths, strict=True)]
+
+
 # --- tensors and dtypes -----------------------------------------------------------------------------------------------
 
 
@@ -155,6 +189,19 @@ def tensor_of(values: NDArray[Any], device: Any = None, stored: str | None = Non
     if device is not None:
         tensor = _moved(tensor, torch.device(device))
     return tensor if tensor.dtype == own else tensor.view(own)
+
+
+def _array(tensor: Any) -> NDArray[Any]:
+    """Return a tensor's local values; bits, where NumPy lacks the dtype."""
+    import torch
+
+    local = tensor.detach()
+    local = (local.to_local() if hasattr(local, "placements") else local).cpu().contiguous()
+    dtype = numpy_dtype(local.dtype)
+    if dtype.isbuiltin == 1:
+        return np.asarray(local.numpy())
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    return np.asarray(local.view(bits).numpy().view(dtype))
 
 
 def torch_dtype(dtype: np.dtype[Any], stored: str | None = None) -> Any:
