@@ -6,12 +6,16 @@ A format describes, and moves no payload: it reads headers and indexes and retur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from .box import Box
-from .checkpoint import Checkpoint
+from .array import Array
+from .box import Box, Shape
+from .checkpoint import Checkpoint, Problem
 from .errors import FormatError, LayoutError
-from .source import Folder, LocalFolder
+from .pieces import Ints
+from .source import Folder, LocalFile, LocalFolder
 
 
 @runtime_checkable
@@ -50,6 +54,51 @@ class Writer(Format, Protocol):
 
     def commit(self, folder: LocalFolder) -> None:
         """Write what says that the payload is there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grid:
+    """An array as chunks of one shape, each of which is one run of bytes in a file that is there already."""
+
+    array: Array
+    chunk: Shape
+    """Its extents divide the array's."""
+    order: str
+    """In which a chunk's elements follow one another: `C`, row-major, or `F`, the other way round."""
+    files: Sequence[LocalFile]
+    file: Ints
+    """`(n,)`: which of the files each chunk is in; chunks are row-major over the grid."""
+    offset: Ints
+    """`(n,)`, in bytes."""
+
+
+@runtime_checkable
+class Indexer(Format, Protocol):
+    """A format that can show arrays which lie in files of others."""
+
+    def check_shown(self, array: Array) -> None:
+        """Raise `LayoutError`, with the reason alone, where an array's name or dtype cannot be shown."""
+
+    def index(
+        self,
+        folder: LocalFolder,
+        grids: Sequence[Grid],
+        places: Mapping[Path, str],
+        *,
+        beside: bool,
+        config: Mapping[str, Any] | None,
+    ) -> list[str]:
+        """Write files that show the grids; return their names, last that without which the others count as unfinished.
+
+        `places` are the names of the grids' files relative to the folder that the index will lie in; `beside` says that this is
+        the files' own folder, and not one of links. A model's `config` is written too.
+        """
+
+    def indexed(self, folder: Folder) -> Sequence[str]:
+        """Return the names of the files of an index in a folder, as `index` returned them, links included; else nothing."""
+
+    def stale(self, folder: Folder) -> list[Problem]:
+        """Say which files have changed since the index in a folder, if there is one, was made."""
 
 
 def installed() -> dict[str, Format]:

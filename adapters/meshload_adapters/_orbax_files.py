@@ -12,7 +12,7 @@ import numpy as np
 
 from meshload.array import Array
 from meshload.box import Box, Shape
-from meshload.errors import LayoutError, SourceError
+from meshload.errors import SourceError
 from meshload.source import LocalFolder
 from meshload.writing import put
 
@@ -64,7 +64,7 @@ def lay_out_arrays(folder: LocalFolder, chunk_of: Mapping[str, tuple[Array, Shap
         for name, (array, chunk) in chunk_of.items():
             store = database.copy()
             store.path += f"{name}/"
-            metadata = _zarr3(array, chunk, compress) if zarr3 else _zarr2(array, chunk, compress)
+            metadata = _zarr3(array, chunk, compress) if zarr3 else zarr2(array, chunk, compress=compress)
             made = {"driver": DRIVERS[zarr3], "metadata": metadata}
             opening.append(ts.open(made, kvstore=store, context=context, create=True, open=True))
         for future in opening:
@@ -73,24 +73,24 @@ def lay_out_arrays(folder: LocalFolder, chunk_of: Mapping[str, tuple[Array, Shap
         raise SourceError(f"{folder.name}: laying out {len(chunk_of)} arrays failed: {str(error)[:500]}") from error
 
 
-def _zarr2(array: Array, chunk: Shape, compress: bool) -> dict[str, Any]:
+def zarr2(array: Array, chunk: Shape, *, compress: bool, order: str = "C") -> dict[str, Any]:
+    """Return the metadata of an array of zarr version 2, as TensorStore names dtypes."""
     return {
+        "zarr_format": 2,
         "shape": list(array.shape),
         "chunks": list(chunk),
         "dtype": _zarr2_dtype(array),
         "compressor": {"id": "zstd", "level": 1} if compress else None,
         "fill_value": None,
         "filters": None,
-        "order": "C",
+        "order": order,
         "dimension_separator": ".",
     }
 
 
 def _zarr2_dtype(array: Array) -> str:
     dtype = np.dtype(array.dtype)
-    if dtype.kind in "biufc":
-        return dtype.newbyteorder("<").str
-    return dtype.name
+    return dtype.name if dtype.type.__module__ == "ml_dtypes" else dtype.str
 
 
 def _zarr3(array: Array, chunk: Shape, compress: bool) -> dict[str, Any]:
@@ -105,13 +105,13 @@ def _zarr3(array: Array, chunk: Shape, compress: bool) -> dict[str, Any]:
     }
 
 
-def tree_of(arrays: Mapping[str, tuple[Array, Shape]], *, zarr3: bool) -> bytes:
-    """Return `_METADATA`: a nested dict, cut at the dots of the names."""
+def tree_of(arrays: Mapping[str, tuple[Array, Shape]], *, zarr3: bool, kind: str = "jax.Array") -> bytes:
+    """Return `_METADATA`: a nested dict, cut at the dots of the names. `kind` is what Orbax restores where nobody says."""
     paths = paths_of(arrays)
     described = {
         str(path): {
             "key_metadata": [{"key": key, "key_type": 2} for key in path],
-            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False, "write_shape": list(arrays[name][1])},
+            "value_metadata": {"value_type": kind, "skip_deserialize": False, "write_shape": list(arrays[name][1])},
         }
         for name, path in paths.items()
     }
@@ -128,8 +128,10 @@ def tree_of(arrays: Mapping[str, tuple[Array, Shape]], *, zarr3: bool) -> bytes:
 def paths_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return each name's path: its words, but for a word that is another array's name too, which cannot be a dict as well.
 
-    >>> paths_of(["a.b", "a.b.c", "d.e"])
-    {'a.b': ('a', 'b'), 'a.b.c': ('a', 'b.c'), 'd.e': ('d', 'e')}
+    A name with an empty word is one key.
+
+    >>> paths_of(["a.b", "a.b.c", "d.e", "f..g"])
+    {'a.b': ('a', 'b'), 'a.b.c': ('a', 'b.c'), 'd.e': ('d', 'e'), 'f..g': ('f..g',)}
     """
     known = set(names)
     found = {}
@@ -140,9 +142,7 @@ def paths_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
                 path[-1:] = [f"{path[-1]}.{word}"]
             else:
                 path.append(word)
-        if not all(path):
-            raise LayoutError(f"{name!r}: a name with an empty word cannot be a path in a tree")
-        found[name] = tuple(path)
+        found[name] = tuple(path) if all(path) else (name,)
     return {name: found[name] for name in names}
 
 

@@ -48,8 +48,9 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,12 @@ import numpy as np
 from meshload.array import Array
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, MeshloadError, MeshloadWarning, listing
-from meshload.formats import Parts
+from meshload.formats import Grid, Parts
 from meshload.source import ChunkedArray, Folder, LocalFolder, open_folder, read_bytes
 from meshload.writing import put
 
 from .._orbax_files import chunks, commit, lay_out_arrays, tree_of
+from .._orbax_index import RECORD, check_shown, indexed, is_beside, refuse_stale, stale, write_index
 
 Path = tuple[str, ...]
 
@@ -115,7 +117,7 @@ class Orbax:
         if folder.entry is not None:
             return folder.entry in (TREE, STEP, VERSION_1) or _is_old(folder, folder.entry)
         names = folder.names()
-        if any(n.endswith((".safetensors", ".distcp")) for n in names):
+        if any(n.endswith((".safetensors", ".distcp")) for n in names) or is_beside(folder, names):
             return False
         if _is_temporary(folder) or folder.has(TREE) or any(_is_mark(n) for n in names):
             return True
@@ -148,6 +150,30 @@ class Orbax:
     def commit(self, folder: LocalFolder) -> None:
         """Write `_CHECKPOINT_METADATA` and `commit_success.txt`."""
         commit(folder)
+
+    def check_shown(self, array: Array) -> None:
+        """Raise where an array's name or dtype cannot be shown."""
+        check_shown(array)
+
+    def index(
+        self,
+        folder: LocalFolder,
+        grids: Sequence[Grid],
+        places: Mapping[FilePath, str],
+        *,
+        beside: bool,
+        config: Mapping[str, Any] | None,
+    ) -> list[str]:
+        """Write a virtual checkpoint, whose chunks lie in files of another format."""
+        return write_index(folder, grids, places, beside=beside, config=config)
+
+    def indexed(self, folder: Folder) -> list[str]:
+        """Return the files of a virtual checkpoint."""
+        return indexed(folder)
+
+    def stale(self, folder: Folder) -> list[Problem]:
+        """Say which files a virtual checkpoint shows that have changed since."""
+        return stale(folder)
 
     def _choose_nothing(self, folder: Folder) -> None:
         if self.step is not None or self.item is not None:
@@ -216,7 +242,14 @@ def _is_old(folder: Folder, file: str) -> bool:
 
 def _trees(folder: Folder, names: Iterable[str]) -> list[str]:
     """Return the tree items in a folder."""
-    return [n[:-1] for n in names if n.endswith("/") and TEMPORARY not in n and _holds(folder, f"{n}{TREE}")]
+    found = [n[:-1] for n in names if n.endswith("/") and TEMPORARY not in n and _holds(folder, f"{n}{TREE}")]
+    return [n for n in found if not _is_others(folder, n)]
+
+
+def _is_others(folder: Folder, name: str) -> bool:
+    """Say whether a folder in this one is of another format, with an index of its files."""
+    inside = folder.inside(name)
+    return is_beside(inside, [RECORD]) if _holds(inside, RECORD) else False
 
 
 def _holds(folder: Folder, file: str) -> bool:
@@ -246,6 +279,8 @@ def _steps(folder: Folder, names: Iterable[str]) -> dict[str, list[str]]:
 
 def _is_step(folder: Folder, name: str) -> bool:
     inside = folder.names(name)
+    if RECORD in inside and _is_others(folder, name):
+        return False
     return TEMPORARY in name or TREE in inside or any(_is_mark(n) for n in inside) or bool(_trees(folder.inside(name), inside))
 
 
@@ -458,6 +493,7 @@ def _hint(folder: Folder, file: str) -> Any:
 
 def _opened(item: Folder, meta: dict[str, Any]) -> Checkpoint:
     """Return the checkpoint of a tree item."""
+    refuse_stale(item)
     tree = _tree(item)
     _refuse_met([leaf for leaf in tree.leaves if not leaf.is_empty], item.name)
     leaves = [leaf for leaf in tree.leaves if not leaf.is_empty and leaf.kind != "string"]

@@ -1,0 +1,171 @@
+"""A virtual Orbax checkpoint: metadata and a database (`_ocdbt.py`) that point into files of another format.
+
+```
+meshload_index.json        what was indexed: {"version": 1, "beside": whether the files lie in this folder themselves,
+                           "files": {name: [bytes, when it was changed, in ns]}, "written": [the names below, and this one]}
+index.{hex}.ocdbt          the nodes of the database; a new name each time, so that an older manifest never meets newer nodes
+_METADATA, _CHECKPOINT_METADATA, commit_success.txt, manifest.ocdbt
+                           as in any checkpoint of Orbax; the manifest is the last to come and the first to go
+files/...                  links to what was indexed, where the index has a folder of its own; config.json too
+```
+
+Each array is zarr 2 without a compressor, its `.zarray` inline in the database, each chunk a range of a file; TensorStore needs no
+alignment. It refuses paths with `..`, so that an index elsewhere needs links, and names that end in `.__lock`. The tree says
+`np.ndarray`: Orbax then restores NumPy arrays where it is told of no sharding, and `jax.Array`s where it is told of one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshload.array import Array
+from meshload.checkpoint import Problem
+from meshload.errors import FormatError, LayoutError, MeshloadError, listing
+from meshload.formats import Grid
+from meshload.source import Folder, LocalFolder, read_bytes
+from meshload.writing import put
+
+from ._ocdbt import Range, database
+from ._orbax_files import commit, tree_of, zarr2
+
+RECORD = "meshload_index.json"
+MANIFEST = "manifest.ocdbt"
+VERSION = 1
+LIMIT = 64 << 20
+"""A hundred thousand files take about a fifth of this."""
+LOCK = ".__lock"
+
+
+def check_shown(array: Array) -> None:
+    """Raise `LayoutError` where Orbax could not name an array, or TensorStore its dtype."""
+    import tensorstore as ts
+
+    if not array.name or any("\ud800" <= letter <= "\udfff" for letter in array.name):
+        raise LayoutError("its name is empty, or no text: Orbax has no key for it")
+    try:
+        ts.dtype(np.dtype(array.dtype).name)
+    except ValueError:
+        raise LayoutError(f"TensorStore has no dtype {array.dtype.name}") from None
+
+
+def write_index(
+    folder: LocalFolder, grids: Sequence[Grid], places: Mapping[Path, str], *, beside: bool, config: Mapping[str, Any] | None
+) -> list[str]:
+    """Write all files of an index but links, and return their names, the manifest's last."""
+    _refuse_locks(places.values())
+    name = uuid.uuid4()
+    nodes = f"index.{name.hex[:16]}.ocdbt"
+    manifest, data = database(_values(grids, places), nodes, uuid=name.bytes, time_ns=time.time_ns())
+    laid = {grid.array.name: (grid.array, grid.chunk) for grid in grids}
+    put(folder, "_METADATA", tree_of(laid, zarr3=False, kind="np.ndarray"))
+    commit(folder)
+    put(folder, nodes, data)
+    put(folder, MANIFEST, manifest)
+    more = []
+    if config is not None:
+        put(folder, "config.json", json.dumps(dict(config), indent=2).encode() + b"\n")
+        more = ["config.json"]
+    written = [RECORD, nodes, "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", *more, MANIFEST]
+    files = {file.path: file for grid in grids for file in grid.files}
+    said = {
+        "version": VERSION,
+        "beside": beside,
+        "files": {places[path]: [file.size, file.changed] for path, file in files.items()},
+        "written": written,
+    }
+    put(folder, RECORD, json.dumps(said, indent=1).encode() + b"\n")
+    return written
+
+
+def _refuse_locks(places: Any) -> None:
+    locks = [place for place in places if place.endswith(LOCK)]
+    if locks:
+        raise LayoutError(f"{listing(locks)}: TensorStore takes files of such names for its own locks; rename them")
+
+
+def _values(grids: Sequence[Grid], places: Mapping[Path, str]) -> dict[str, bytes | Range]:
+    found: dict[str, bytes | Range] = {}
+    for grid in grids:
+        array, name = grid.array, grid.array.name
+        found[f"{name}/.zarray"] = json.dumps(zarr2(array, grid.chunk, compress=False, order=grid.order)).encode()
+        nbytes = prod(grid.chunk) * array.dtype.itemsize
+        counts = [range(n // c) for n, c in zip(array.shape, grid.chunk, strict=True)]
+        names = [places[file.path] for file in grid.files]
+        for at, file, offset in zip(itertools.product(*counts), grid.file.tolist(), grid.offset.tolist(), strict=True):
+            found[f"{name}/{'.'.join(map(str, at)) or '0'}"] = Range(names[file], offset, nbytes)
+    return found
+
+
+# --- an index that is there -------------------------------------------------------------------------------------------
+
+
+def _record(folder: Folder) -> dict[str, Any] | None:
+    """Return what is said of an index in a folder; None where there is none."""
+    if folder.entry not in (None, "_METADATA", "_CHECKPOINT_METADATA") or not folder.has(RECORD):
+        return None
+    source = folder.file(RECORD)
+    try:
+        found: Any = json.loads(read_bytes(source)) if source.size <= LIMIT else None
+        files, written = found["files"], found["written"]
+        known = found["version"] == VERSION and isinstance(found["beside"], bool)
+        numbers = all(len(said) == 2 and all(isinstance(n, int | None) for n in said) for said in files.values())
+        if known and numbers and all(isinstance(name, str) for name in written):
+            return dict(found)
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        pass
+    raise FormatError(f"{folder.name}: {RECORD} is damaged, or of another version; remove it, and make the index again")
+
+
+def is_beside(folder: Folder, names: Sequence[str]) -> bool:
+    """Say whether a folder has an index of its own files, so that it is of their format; `names` are those in it."""
+    if RECORD not in names:
+        return False
+    try:
+        record = _record(folder)
+    except MeshloadError:
+        return False
+    return record is not None and bool(record["beside"])
+
+
+def indexed(folder: Folder) -> list[str]:
+    """Return the files of the index in a folder, and its links."""
+    record = _record(folder)
+    if record is None:
+        return []
+    return [*(() if record["beside"] else record["files"]), *record["written"]]
+
+
+def stale(folder: Folder) -> list[Problem]:
+    """Say which files have changed since they were indexed."""
+    record = _record(folder)
+    problems = []
+    for name, (size, changed) in record["files"].items() if record else ():
+        try:
+            file = folder.file(name)
+        except MeshloadError as error:
+            problems.append(Problem(f"the index in {folder.name} shows it, and it cannot be opened: {error}", file=name))
+            continue
+        if file.size != size:
+            problems.append(Problem(f"it had {size} bytes when the index in {folder.name} was made, it has {file.size}", file=name))
+        elif changed != getattr(file, "changed", changed):
+            problems.append(Problem(f"it was changed after the index in {folder.name} was made", file=name))
+    return problems
+
+
+def refuse_stale(folder: Folder) -> None:
+    """Raise where an index shows files that have changed."""
+    found = stale(folder)
+    if found:
+        told = listing(f"{p.file}: {p.text}" for p in found)
+        raise FormatError(
+            f"{folder.name}: an index of files that are no longer the same; make it again with meshload.index: {told}"
+        )
