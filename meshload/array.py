@@ -41,11 +41,11 @@ class Step:
         """The step back, used in writing."""
         return Step({"+": "-", "-": "+", "*": "/", "/": "*"}[self.operator], self.number)
 
-    def apply(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Return new values of the same dtype, each rounded once."""
+    def apply(self, values: NDArray[Any], dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
+        """Return new values of the same dtype, or of the one that is asked for, each rounded once."""
         wide = values.astype(np.float64 if values.dtype.itemsize == 8 else np.float32)
         operation = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide}[self.operator]
-        return np.asarray(operation(wide, wide.dtype.type(self.number)).astype(values.dtype))
+        return np.asarray(operation(wide, wide.dtype.type(self.number)).astype(dtype or values.dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -76,15 +76,15 @@ def buffer_for(target: Target) -> Bytes:
     return raw[skip : skip + target.nbytes]
 
 
-def values_of(buffer: Bytes, target: Target, others: Sequence[Bytes] = ()) -> NDArray[Any]:
+def values_of(buffer: Bytes, target: Target, others: Sequence[Bytes] = (), dtype: np.dtype[Any] | None = None) -> NDArray[Any]:
     """Return a filled buffer as the values that its target means: a view, or new memory where copies or a step ask for it.
 
-    `others` are the buffers of the target's further copies.
+    `others` are the buffers of the target's further copies. A step rounds to `dtype`, where the caller is going to cast to it.
     """
     found = buffer.view(target.dtype).reshape(target.shape)
     if others:
         found = _joined(found, [b.view(target.dtype).reshape(target.shape) for b in others], target)
-    return target.step.apply(found) if target.step else found
+    return target.step.apply(found, dtype) if target.step else found
 
 
 def _joined(first: NDArray[Any], others: Sequence[NDArray[Any]], target: Target) -> NDArray[Any]:

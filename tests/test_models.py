@@ -11,13 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+import meshload
 from meshload import naming as naming_module
+from meshload.errors import MissingArray
 from meshload.expression import evaluate
 from meshload.pattern import Dim, Line, Node, Pattern, Product, Sum, Table, find, parse, parse_table, refined, shown_shape
 from meshload.pieces import Pieces, piece
+from meshload.testing import ramp, same_bits, write_checkpoint
 from meshload_adapters.models import fast_llm, flexgen, hf, maxtext, megatron, meta, neox, quantised
 from meshload_adapters.models import transformers as live
 
@@ -66,6 +70,15 @@ LATENT = {
     "first_k_dense_replace": 1,
 }
 SPARSE = {**WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 14}
+LINEAR = {
+    **SPARSE,
+    "shared_expert_intermediate_size": 26,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "linear_conv_kernel_dim": 3,
+}
 OLD = {k: v for k, v in BASE.items() if k != "num_key_value_heads"}
 GPT2 = {"vocab_size": 54, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 33, "bos_token_id": 1, "eos_token_id": 2}
 OPT = {k: v for k, v in OLD.items() if k != "intermediate_size"} | {"ffn_dim": 38, "max_position_embeddings": 33}
@@ -95,6 +108,10 @@ CONFIGS: dict[str, list[dict[str, Any]]] = {
         {**SPARSE, "attention_bias": True, "mlp_only_layers": [1]},
         {**SPARSE, "decoder_sparse_step": 2, "tie_word_embeddings": True},
         {**SPARSE, "num_experts": 0},
+    ],
+    "qwen3_next": [
+        {**LINEAR, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "mlp_only_layers": [0]},
+        {**LINEAR, "layer_types": ["full_attention", "linear_attention", "linear_attention"], "tie_word_embeddings": True},
     ],
     "gemma": [{**WIDE, "attention_bias": True}, {**WIDE, "tie_word_embeddings": False}],
     "gemma2": [{**WIDE, "attention_bias": True}, {**WIDE, "tie_word_embeddings": False}],
@@ -136,6 +153,7 @@ NO_ATTENTION = "the plan leaves attention whole; the default layout cuts its hea
 NO_SHARED = "the plan leaves the shared expert whole; the default layout cuts its width"
 FUSED = "the plan cuts rows of the fused array and gathers the output; the default layout cuts each fused part"
 OWN_HEADS = "the norm is cut with the heads that it scales; the plan gathers q and k before it, or forgets it"
+LINEAR_WHOLE = "the plan cuts the rows and gathers the output; the default layout keeps linear attention whole"
 NO_EXPERTS = "the plan is for expert parallelism alone; the default layout cuts the experts' width over tp"
 
 EMBEDDING = {"model.embed_tokens.weight": TWICE}
@@ -155,6 +173,8 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "model.layers.*.mlp.experts.gate_up_proj_bias": NO_EXPERTS,
         "model.layers.*.mlp.experts.down_proj": NO_EXPERTS,
     },
+    "qwen3_next": EMBEDDING
+    | {f"model.layers.*.linear_attn.{m}_proj{x}.weight": LINEAR_WHOLE for m, x in (("in", "_qkvz"), ("in", "_ba"), ("out", ""))},
     "gpt_neox": {},
     "cohere": EMBEDDING | {f"{ATTENTION}q_norm.weight": OWN_HEADS, f"{ATTENTION}k_norm.weight": OWN_HEADS},
     "olmo2": EMBEDDING | {f"{ATTENTION}q_norm.weight": OWN_HEADS, f"{ATTENTION}k_norm.weight": OWN_HEADS},
@@ -257,6 +277,7 @@ def test_a_missing_key_has_the_default_of_its_class() -> None:
         ("deepseek_v3", ("first_k_dense_replace", "attention_bias")),
         ("deepseek_v2", ("first_k_dense_replace", "mlp_bias")),
         ("starcoder2", ("use_bias", "tie_word_embeddings")),
+        ("qwen3_next", ("layer_types", "head_dim", "mlp_only_layers", "decoder_sparse_step")),
         ("llama", ("head_dim", "num_key_value_heads", "attention_bias", "mlp_bias", "tie_word_embeddings")),
     ]:
         config = transformers.AutoConfig.for_model(family, num_hidden_layers=5)
@@ -490,6 +511,138 @@ def test_sections_are_in_the_order_of_the_pipeline_plan(family: str) -> None:
     for line in table.lines:
         at = next(i for i, module in enumerate(order) if line.name.startswith(module + "."))
         assert line.where == ("first" if at < layers else "layers" if at == layers else "last"), line.name
+
+
+# --- cases of the collection ------------------------------------------------------------------------------------------
+
+
+def test_b66_conv1d_weights_are_cut_by_name_and_never_transposed(tmp_path: Path) -> None:
+    """Weights of GPT-2 are [in, out], q, k and v in thirds of the columns."""
+    config = {"model_type": "gpt2", "n_embd": 8, "n_head": 4, "n_layer": 1, "n_positions": 5, "vocab_size": 6}
+    config["tie_word_embeddings"] = False
+    shapes = shapes_of(table_of(HF, "gpt2"), config)  # type: ignore[arg-type]  # it is there
+    at = "transformer.h.0."
+    square, tall = at + "attn.c_proj.weight", at + "mlp.c_proj.weight"
+    assert (shapes[square], shapes[at + "attn.c_attn.weight"], shapes[tall]) == ((8, 8), (8, 24), (32, 8))
+    whole = {name: ramp(name, shape) for name, shape in shapes.items()}
+    write_checkpoint(tmp_path, whole, config)
+    for rank in range(2):
+        mine = meshload.restore(tmp_path, mesh="tp=2", rank=rank, into="numpy")
+        columns = [c + 4 * rank for c in (0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19)]
+        assert same_bits(mine[at + "attn.c_attn.weight"], whole[at + "attn.c_attn.weight"][:, columns])
+        assert same_bits(mine[at + "attn.c_attn.bias"], whole[at + "attn.c_attn.bias"][columns])
+        assert same_bits(mine[square], whole[square][4 * rank : 4 * rank + 4])
+        assert same_bits(mine[at + "attn.c_proj.bias"], whole[at + "attn.c_proj.bias"])
+        assert same_bits(mine[at + "mlp.c_fc.weight"], whole[at + "mlp.c_fc.weight"][:, 16 * rank : 16 * rank + 16])
+        assert same_bits(mine[tall], whole[tall][16 * rank : 16 * rank + 16])
+    theirs = meshload.open(tmp_path).with_names("megatron")
+    assert same_bits(np.asarray(theirs["decoder.layers.0.self_attention.linear_proj.weight"]), whole[square].T)
+    heads = np.asarray(theirs["decoder.layers.0.self_attention.linear_qkv.weight"]).reshape(4, 3, 2, 8)
+    for n, part in enumerate(np.split(whole[at + "attn.c_attn.weight"].T, 3)):
+        assert same_bits(heads[:, n], part.reshape(4, 2, 8))
+
+
+def test_b67_norms_around_zero_are_shifted_once_and_rounded_once(tmp_path: Path) -> None:
+    """Of 1 + 2**-10, bfloat16 keeps 1: the shift is exact where float32 is asked for."""
+    small, bf16 = np.float32(2**-10), np.dtype(ml_dtypes.bfloat16)
+    config = {"model_type": "llama", **WIDE, "num_hidden_layers": 1, "tie_word_embeddings": True, "apply_layernorm_1p": True}
+    plain = naming_module.model_of("megatron", config)
+    assert plain is not None
+    stored = {n: np.full(plain.whole_shape(line), small, bf16) for n, line, _ in plain.arrays() if n not in plain.ties}
+    write_checkpoint(tmp_path / "megatron", stored, config)
+    opened = meshload.open(tmp_path / "megatron")
+    names = ("model.norm.weight", "model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight")
+    for found, expected in ((opened.with_names("hf"), 1), (meshload.restore(opened, into="numpy"), 1)):
+        assert all((np.asarray(found[n]) == expected).all() for n in names)
+        assert (np.asarray(found["model.embed_tokens.weight"]) == small).all()
+    exact = meshload.restore(opened, into="numpy", dtype="float32")
+    assert all((exact[n] == 1 + small).all() and exact[n].dtype == np.float32 for n in names)
+    torches = meshload.restore(opened, into="torch", dtype=torch.float32)
+    assert all((torches[n] == 1 + 2**-10).all() for n in names)
+    for of in (opened, opened.with_names("hf").with_names("native")):
+        assert same_bits(np.asarray(of["decoder.final_layernorm.weight"]), stored["decoder.final_layernorm.weight"])
+    write_checkpoint(tmp_path / "hf", {n: v for n, v in exact.items() if n != "lm_head.weight"}, config)
+    back = meshload.open(tmp_path / "hf").with_names("megatron")
+    assert all((np.asarray(array) == small).all() for array in back.values())
+    moment = naming_module.moment_step("exp_avg", opened.with_names("hf")["model.norm.weight"].step)
+    assert moment is None  # the gradient of a shifted weight is that of the weight
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text", "qwen3_next"])
+def test_b67_norms_that_all_namings_store_less_one_are_shifted_in_none(family: str) -> None:
+    for table in tables_of(family):
+        assert [line.name for line in table.lines if line.pattern.step is not None] == []
+
+
+def test_b68_inverse_frequencies_are_neither_needed_nor_unexpected_nor_returned(tmp_path: Path) -> None:
+    config = {"model_type": "llama", **WIDE, "num_hidden_layers": 2}
+    weights = {n: ramp(n, shape) for n, shape in shapes_of(table_of(HF, "llama"), config).items()}  # type: ignore[arg-type]
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": ramp(f"f{i}", (5,)) for i in range(2)}
+    write_checkpoint(tmp_path / "without", weights, config)
+    write_checkpoint(tmp_path / "with", {**weights, **buffers}, config)
+    for path in (tmp_path / "without", tmp_path / "with"):
+        found = meshload.restore(path, into="numpy")
+        assert set(found) == set(weights)
+        assert all(same_bits(found[n], a) for n, a in weights.items())
+        assert meshload.plan(path, mesh="tp=2", rank="all").unexpected == ()
+        asked = {n: torch.empty(a.shape) for n, a in {**weights, **buffers}.items()}
+        if path.name == "without":
+            with pytest.raises(MissingArray, match="inv_freq"):
+                meshload.restore(path, like=asked)
+    live = transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE)).eval()
+    with torch.device("meta"):
+        empty = transformers.LlamaForCausalLM(transformers.LlamaConfig(**WIDE)).eval()
+    live.save_pretrained(tmp_path / "live")
+    with pytest.warns(meshload.MeshloadWarning, match="inv_freq"):
+        meshload.restore(tmp_path / "live", like=empty)
+    assert [n for n, b in empty.named_buffers() if not b.is_meta] == []  # not filled, and so not filled with anything
+
+
+DELTA = """
+families toy_next
+layer := layers
+embed := 3
+key_heads := 2
+value_heads := 4
+width := 2
+layers
+-   layers.{layer}.in_proj.weight \
+    (q key_heads width + k key_heads width + v value_heads width + z value_heads width) embed
+"""
+
+
+def test_b71_unequal_fused_parts_are_each_cut_then_joined_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of q 4, k 4, v 8 and z 8, over two ranks, with a table of the user's own."""
+    tables = {**naming_module.namings(), "hf": (*naming_module.namings()["hf"], parse_table(DELTA))}
+    monkeypatch.setattr(naming_module, "namings", lambda: tables)
+    whole = ramp("in_proj", (24, 3))
+    write_checkpoint(tmp_path, {"layers.0.in_proj.weight": whole}, {"model_type": "toy_next", "layers": 1})
+    layout = meshload.Layout({"key_heads": "tp", "value_heads": "tp"})
+    for rank in range(2):
+        mine = meshload.restore(tmp_path, mesh="tp=2", rank=rank, layout=layout, into="numpy")["layers.0.in_proj.weight"]
+        halves = [np.split(part, 2)[rank] for part in np.split(whole, [4, 8, 16])]
+        assert same_bits(mine, np.concatenate(halves))
+
+
+def test_b71_fused_parts_of_qwen3_next_are_those_that_its_module_takes_apart() -> None:
+    config = CONFIGS["qwen3_next"][0]
+    module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("qwen3_next", **config))
+    attention = module.model.layers[0].linear_attn
+    table = table_of(HF, "qwen3_next")
+    assert table is not None
+    sizes = table.sizes_at(config)
+    names = ("in_proj_qkvz", "in_proj_ba")
+    lines = [next(line for line in table.lines if line.name.endswith(f"{n}.weight")) for n in names]
+    rows = [torch.arange(float(getattr(attention, n).out_features)) for n in names]
+    theirs = attention.fix_query_key_value_ordering(*(r[None, None] for r in rows))
+    ours = []
+    for line, values in zip(lines, rows, strict=True):
+        for part in line.parts:
+            stored = np.repeat(values.numpy()[:, None], sizes["embed"], 1)
+            pieces = find(line.pattern, part, piece("m", 0, stored.shape, 4), 0, stored.shape, lambda _, d: sizes[d])
+            ours.append(read(pieces, stored, tuple(sizes[d] for d in line.pattern.dims_of(part)))[..., 0].reshape(-1))
+    for mine, his in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(mine, his.reshape(-1).numpy())
 
 
 # --- MaxText ----------------------------------------------------------------------------------------------------------

@@ -79,6 +79,17 @@ expert_down     model.layers.{layer}.mlp.experts.down_proj                    ex
     if layer not in mlp_only_layers and (layer + 1) % sparse_step == 0
 """
 
+_QWEN_SHARED = """
+shared_gate     model.layers.{layer}.mlp.shared_expert.gate_proj.weight       shared_ffn embed \
+    if layer not in mlp_only_layers and (layer + 1) % sparse_step == 0
+shared_up       model.layers.{layer}.mlp.shared_expert.up_proj.weight         shared_ffn embed \
+    if layer not in mlp_only_layers and (layer + 1) % sparse_step == 0
+shared_down     model.layers.{layer}.mlp.shared_expert.down_proj.weight       embed shared_ffn \
+    if layer not in mlp_only_layers and (layer + 1) % sparse_step == 0
+shared_router   model.layers.{layer}.mlp.shared_expert_gate.weight            one embed \
+    if layer not in mlp_only_layers and (layer + 1) % sparse_step == 0
+"""
+
 _QWEN2_MOE = (
     """
 families qwen2_moe
@@ -95,16 +106,7 @@ k_bias          model.layers.{layer}.self_attn.k_proj.bias                    (k
 v_bias          model.layers.{layer}.self_attn.v_proj.bias                    (kv_heads head_dim)   if qkv_bias != False
 """
     + _QWEN_MLP
-    + """
-shared_gate     model.layers.{layer}.mlp.shared_expert.gate_proj.weight       shared_ffn embed \
-    if layer not in mlp_only_layers and (layer + 1) % sparse_step == 0
-shared_up       model.layers.{layer}.mlp.shared_expert.up_proj.weight         shared_ffn embed \
-    if layer not in mlp_only_layers and (layer + 1) % sparse_step == 0
-shared_down     model.layers.{layer}.mlp.shared_expert.down_proj.weight       embed shared_ffn \
-    if layer not in mlp_only_layers and (layer + 1) % sparse_step == 0
-shared_router   model.layers.{layer}.mlp.shared_expert_gate.weight            one embed \
-    if layer not in mlp_only_layers and (layer + 1) % sparse_step == 0
-"""
+    + _QWEN_SHARED
     + _LAST
 )
 
@@ -125,6 +127,62 @@ q_norm          model.layers.{layer}.self_attn.q_norm.weight                  he
 k_norm          model.layers.{layer}.self_attn.k_norm.weight                  head_dim
 """
     + _QWEN_MLP
+    + _LAST
+)
+
+_QWEN3_NEXT_ATTENTION = """
+-               model.layers.{layer}.self_attn.q_proj.weight            (heads (q + q_gate) head_dim) embed      if full
+k               model.layers.{layer}.self_attn.k_proj.weight            (kv_heads head_dim) embed                if full
+v               model.layers.{layer}.self_attn.v_proj.weight            (kv_heads head_dim) embed                if full
+o               model.layers.{layer}.self_attn.o_proj.weight            embed (heads head_dim)                   if full
+q_norm          model.layers.{layer}.self_attn.q_norm.weight            head_dim                                 if full
+k_norm          model.layers.{layer}.self_attn.k_norm.weight            head_dim                                 if full
+-               model.layers.{layer}.linear_attn.in_proj_qkvz.weight \
+    (linear_heads (linear_q linear_key + linear_k linear_key \
+    + linear_v linear_group linear_value + linear_z linear_group linear_value)) embed                            if linear
+-               model.layers.{layer}.linear_attn.in_proj_ba.weight      (linear_heads (linear_b + linear_a) linear_group) embed \
+    if linear
+-               model.layers.{layer}.linear_attn.conv1d.weight \
+    (conv_q linear_heads linear_key + conv_k linear_heads linear_key + conv_v linear_heads linear_group linear_value) one conv \
+    if linear
+linear_dt       model.layers.{layer}.linear_attn.dt_bias                (linear_heads linear_group)              if linear
+linear_decay    model.layers.{layer}.linear_attn.A_log                  (linear_heads linear_group)              if linear
+linear_norm     model.layers.{layer}.linear_attn.norm.weight            linear_value                             if linear
+linear_o        model.layers.{layer}.linear_attn.out_proj.weight        embed (linear_heads linear_group linear_value) \
+    if linear
+""".replace(
+    " if full",
+    """ if layer_types[layer] == "full_attention" \
+    or not layer_types and (layer + 1) % (full_attention_interval or 4) == 0""",
+).replace(
+    " if linear",
+    """ if layer_types[layer] == "linear_attention" \
+    or not layer_types and (layer + 1) % (full_attention_interval or 4)""",
+)
+
+_QWEN3_NEXT_SIZES = """
+linear_heads := linear_num_key_heads
+linear_group := linear_num_value_heads // linear_num_key_heads
+linear_key := linear_key_head_dim
+linear_value := linear_value_head_dim
+conv := linear_conv_kernel_dim
+shared_ffn := shared_expert_intermediate_size
+one := 1
+ignore mtp.*
+"""
+
+_QWEN3_NEXT = (
+    """
+families qwen3_next
+head_dim := head_dim or 256
+"""
+    + _QWEN3_NEXT_SIZES
+    + _QWEN_SIZES
+    + _SIZES
+    + _TOKENS
+    + _QWEN3_NEXT_ATTENTION
+    + _QWEN_MLP
+    + _QWEN_SHARED
     + _LAST
 )
 
@@ -283,5 +341,5 @@ norm            model.language_model.norm.weight                                
 head            lm_head.weight                                                        vocab embed
 """
 
-TABLES: tuple[str, ...] = (_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _DEEPSEEK_V2, _DEEPSEEK_V3, _GPT_NEOX, _GEMMA3)
+TABLES: tuple[str, ...] = (_MIXTRAL, _QWEN2_MOE, _QWEN3_MOE, _QWEN3_NEXT, _DEEPSEEK_V2, _DEEPSEEK_V3, _GPT_NEOX, _GEMMA3)
 """One table per family of models, in the language of `meshload.pattern`."""
