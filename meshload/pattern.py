@@ -246,6 +246,41 @@ def shown_shape(pattern: Pattern, parts: Sequence[str], size: SizeOf) -> Shape:
     return shapes.pop()
 
 
+Run = tuple[int, int]
+"""Start and count."""
+
+
+def shown_box(pattern: Pattern, parts: Sequence[str], size: SizeOf, held: Callable[[str], Run]) -> tuple[Shape, Shape] | None:
+    """Return start and shape of what is shown of the elements held of each dim; None where that is no single box.
+
+    >>> pattern, sizes = parse("(heads head_dim) embed"), {"heads": 4, "head_dim": 2, "embed": 3}
+    >>> shown_box(pattern, ["q"], lambda _, dim: sizes[dim], lambda dim: (2, 1) if dim == "heads" else (0, sizes[dim]))
+    ((4, 0), (2, 3))
+    """
+    found = {tuple(_run(node, part, size, held) for node in pattern.dims) for part in parts}
+    runs = found.pop()
+    if found or any(run is None for run in runs):
+        return None
+    return tuple(run[0] for run in runs if run), tuple(run[1] for run in runs if run)
+
+
+def _run(node: Node, part: str, size: SizeOf, held: Callable[[str], Run]) -> Run | None:
+    match node:
+        case Product(factors):
+            start, count = 0, 1
+            for factor in factors:
+                n, run = length(factor, part, size), _run(factor, part, size, held)
+                if run is None or (count > 1 and run != (0, n)):
+                    return None
+                start, count = start * n + run[0], count * run[1]
+            return start, count
+        case Sum(terms):
+            whole = all(_run(p, name, size, held) == (0, length(p, name, size)) for name, p in terms)
+            return (0, length(node, part, size)) if whole else None
+        case _:
+            return held(node.name)
+
+
 def find(pattern: Pattern, part: str, pieces: Pieces, lead: int, shape: Shape, size: SizeOf, held: SizeOf | None = None) -> Pieces:
     """Return a part of a stored array, in its elementary dims.
 

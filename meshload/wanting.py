@@ -20,7 +20,7 @@ from .errors import LayoutError
 from .layout import Layout, Local
 from .mesh import Mesh, Sharding
 from .naming import Inventory, Kind, Model, Stored, between, rename
-from .pattern import Line, Pattern, find, shown_shape
+from .pattern import Line, Pattern, find, shown_box, shown_shape
 from .pieces import Ints, Pieces, table, union
 from .planning import Job, Target, Targets
 
@@ -194,8 +194,23 @@ def _want_line(
             pieces = pieces.place(at).transpose([dims.index(d) for d in stored.dims])
             wanted.add(line.name, kind.dtype.itemsize, pieces, stored.groups[_same(stored, kind)], copies)
         step = step_of(between(kind.step, pattern.step_at(model.values)))
-        sample = Target("", (local.rank,), kind.dtype, shape, model.whole_shape(line), None, filled, step, kind.stored, copies)
+        box = _box_of(model, line, local, start, shape)
+        sample = Target("", (local.rank,), kind.dtype, shape, model.whole_shape(line), box, filled, step, kind.stored, copies)
         wanted._held[tie] = wanted.targets.add(_Block(sample, line, members, prefix))
+
+
+def _box_of(model: Model, line: Line, local: Local, start: int, shape: Shape) -> Box | None:
+    """Return where a rank's tensor, of which it keeps the rows from `start` on, lies in the whole array, if that is one box."""
+
+    def held(dim: str) -> tuple[int, int]:
+        return local.extent(dim).start, local.extent(dim).count
+
+    found = shown_box(model.pattern(line), line.parts, model.size, held)
+    if found is None or not shape:
+        return Box((), ()) if found else None
+    first, extents = found
+    rows = max(0, min(shape[0], extents[0] - start))  # less where the end is padding
+    return Box((first[0] + start, *first[1:]), (rows, *extents[1:]))
 
 
 def line_dims(line: Line, pattern: Pattern, part: str) -> list[str]:
