@@ -338,7 +338,7 @@ class _Request:
         values = values_of(buffers.pop(i), target, others, None if i in self.scales else wanted)
         if i in self.scales and self.dtype is not None:
             other = self.plan.targets[self.scales[i]]
-            start = target.box.start if target.box else (0,) * values.ndim
+            start = target.box.start if target.box and other.box else (0,) * values.ndim
             scales_start = other.box.start if target.box and other.box else (0,) * values.ndim
             return dequantised(values, factors[self.scales[i]], self.blocks, start, scales_start, self.dtype)
         return values if wanted is None or wanted == values.dtype else values.astype(wanted)
