@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,14 +16,15 @@ import numpy as np
 from .array import Array
 from .box import Box
 from .checkpoint import Checkpoint
-from .errors import LayoutError, SourceError, listing
+from .errors import LayoutError, MeshloadWarning, SourceError, listing
 from .exchange import running, together
 from .formats import Format, Parts, Writer, installed
 from .frameworks import Group, framework_of, is_floating
-from .loading import as_dtype, open, plan, shown_progress
-from .ranks import launched
+from .loading import as_dtype, byte_count, in_full, open, plan, shown_progress
+from .mesh import Mesh
+from .ranks import launched, resolved
 from .reading import Progress
-from .requesting import LayoutLike, model_in
+from .requesting import LayoutLike, missing_arrays, model_in
 from .source import Folder, LocalFolder, open_folder, read_bytes
 from .writing import FAILED, MAX_BYTES, fill, filling, prepare, publish, put, remember, share, staging_of
 
@@ -69,16 +71,19 @@ def convert(
     where writing fails; nothing is published then.
     """
     writer = writer_of(to)
+    limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
     checkpoint = src if isinstance(src, Checkpoint) else open(src, format=format, config=config)
     if checkpoint.unavailable:
         raise LayoutError(
             f"{src}: {listing(f'{n}: {why}' for n, why in checkpoint.unavailable.items())}; nothing is left out silently"
         )
     view = _view(checkpoint, writer, names)
+    if not view.arrays:
+        raise LayoutError(f"{src}: it holds no arrays, so there is nothing to convert")
+    _tell(src, checkpoint, view)
     like = _cast(view, dtype)
     carried = _carried(None if isinstance(src, Checkpoint) else open_folder(src), like, dtype)
     draft = Draft(writer, local(dst), like, _parts(view, mesh, layout), resume)
-    limit = MAX_BYTES if max_bytes is None else int(max_bytes)
     group = processes()
     with shown_progress(progress if group.rank == 0 else None) as report:
         draft.lay_out(group, view, carried)
@@ -177,7 +182,9 @@ def writer_of(to: str | Format) -> Writer:
 
 def local(dst: Any) -> Path:
     """Return the folder to be written; it is on a local disk, or one that looks like it."""
-    text = os.fspath(dst)
+    text = os.fsdecode(dst)
+    if not text or "\0" in text:
+        raise LayoutError(f"path {text!r} is empty, or holds a NUL")
     if "://" in text:
         raise LayoutError(f"{text}: targets are local folders; write there, and copy the folder to where it is to be")
     return Path(os.path.abspath(os.path.expanduser(text)))
@@ -185,9 +192,22 @@ def local(dst: Any) -> Path:
 
 def _view(checkpoint: Checkpoint, writer: Writer, names: str | None) -> Checkpoint:
     """Return the source under the names to be written."""
-    if names is not None:
-        return checkpoint.with_names(names)
-    return checkpoint.with_names(writer.naming) if model_in(checkpoint) is not None else checkpoint
+    if names is None and model_in(checkpoint) is not None:
+        names = writer.naming
+    return in_full(checkpoint, names)
+
+
+def _tell(src: Any, checkpoint: Checkpoint, view: Checkpoint) -> None:
+    """Warn of what the model lacks, and of what it does not know."""
+    model = model_in(checkpoint)
+    unknown = [n for n in view.meta.get("unexpected", ()) if n in view.arrays]
+    if unknown and model is not None and model.naming != view.names:
+        text = f"{src}: {len(unknown)} arrays belong to nothing that {model.family} has, and keep their names: {listing(unknown)}"
+        warnings.warn(text, MeshloadWarning, stacklevel=3)
+    lacking = missing_arrays(checkpoint) if view.names not in ("native", "stored") else []
+    if lacking:
+        text = f"{src}: the config asks for {len(lacking)} arrays that are not there, and will not be: {listing(lacking)}"
+        warnings.warn(text, MeshloadWarning, stacklevel=3)
 
 
 def _cast(view: Checkpoint, dtype: Any) -> Checkpoint:
@@ -197,6 +217,11 @@ def _cast(view: Checkpoint, dtype: Any) -> Checkpoint:
         raise LayoutError("dtype=: the weights are quantised, and are only converted as they are stored; leave out dtype=")
 
     def made(array: Array) -> Array:
+        if wanted not in (None, array.dtype) and is_floating(array.dtype) and array.dtype.itemsize == 1:
+            raise LayoutError(
+                f"dtype=: {array.name} is {array.stored or array.dtype.name}, which means nothing without scales, and no config says "
+                f"what they are; leave out dtype= to convert the bits as stored"
+            )
         return array if wanted is None or not is_floating(array.dtype) else replace(array, dtype=wanted, stored=None)
 
     return replace(view, arrays={name: replace(made(a), name=name) for name, a in view.arrays.items()})
@@ -204,12 +229,14 @@ def _cast(view: Checkpoint, dtype: Any) -> Checkpoint:
 
 def _parts(view: Checkpoint, mesh: Any, layout: LayoutLike) -> Parts:
     if mesh is None:
-        return {}
+        return Parts()
     found: dict[str, list[tuple[int, Box]]] = {}
     for target in plan(view, mesh=mesh, layout=layout, rank="all", names=view.names).targets:
         if target.box is not None:
             found.setdefault(target.name, []).extend((rank, target.box) for rank in target.ranks)
-    return found
+    into = "numpy" if isinstance(mesh, (str, Mapping, Mesh)) else None  # as plan() has it
+    sized, _, _ = resolved(mesh, "all", framework_of(into, mesh))
+    return Parts(found, sized)
 
 
 def _fingerprint(like: Checkpoint, view: Checkpoint, writer: Writer, parts: Parts) -> dict[str, Any]:

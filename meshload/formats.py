@@ -8,14 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 from .array import Array
 from .box import Box, Shape
 from .checkpoint import Checkpoint, Problem
 from .errors import FormatError, LayoutError
+from .mesh import Mesh
 from .pieces import Ints
 from .source import Folder, LocalFile, LocalFolder
+
+ALONE = Mesh((), ())
+"""No axes, one rank."""
 
 
 @runtime_checkable
@@ -37,8 +42,15 @@ class Format(Protocol):
         """Read headers and indexes, and say everything that the format says."""
 
 
-Parts = Mapping[str, Sequence[tuple[int, Box]]]
-"""Which rank of the target mesh holds which box of an array; empty where there is no mesh."""
+class Parts(dict[str, Sequence[tuple[int, Box]]]):
+    """Which rank of the target mesh holds which box of an array; empty where there is no mesh.
+
+    An array of which some rank's slice is no single box, as of a fused one, may be left out.
+    """
+
+    def __init__(self, held: Mapping[str, Sequence[tuple[int, Box]]] = MappingProxyType({}), mesh: Mesh = ALONE) -> None:
+        super().__init__(held)
+        self.mesh = mesh
 
 
 @runtime_checkable
