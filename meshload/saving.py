@@ -71,7 +71,7 @@ def save(
     whole, parts = told
     view = _view(whole, parts, {(s.name, s.box): s.values for s in held}, group.rank, known)
     named = view.with_names(writer.naming) if known is not None and writer.naming != CANONICAL else view
-    draft = Draft(writer, target, named, parts if named is view else {})
+    draft = Draft(writer, target, named, parts if named is view else Parts())
     carried = [("config.json", config_file(known))] if known else []
     with shown_progress(progress if group.rank == 0 else None) as report:
         draft.lay_out(group, named, carried)
@@ -101,7 +101,11 @@ class _Slice:
 
 
 def _held(tensors: Any, mesh: Any, layout: LayoutLike, config: Mapping[str, Any] | None, group: Group) -> list[_Slice]:
-    framework = framework_of(None, mesh, tensors)
+    framework = framework_of(None, tensors)
+    if not framework.owns(tensors):
+        raise LayoutError(
+            f"tensors={_kind(tensors)}: a module, a dict of torch tensors or NumPy arrays, or a pytree of JAX's was expected"
+        )
     wishes = _untied(framework.wishes(tensors))
     values = framework.values(tensors)
     model = model_of(CANONICAL, config)
@@ -122,6 +126,13 @@ def _held(tensors: Any, mesh: Any, layout: LayoutLike, config: Mapping[str, Any]
         slice = _Slice(stored_as.get(name, name), shape, box, plain[name])
         found.setdefault((slice.name, box), slice)
     return list(found.values())
+
+
+def _kind(tensors: Any) -> str:
+    """Say what was given instead of tensors."""
+    if not isinstance(tensors, Mapping):
+        return type(tensors).__name__
+    return "{" + listing(f"{name!r}: {type(value).__name__}" for name, value in tensors.items()) + "}"
 
 
 def _untied(wishes: Mapping[str, Wish]) -> dict[str, Wish]:
@@ -243,7 +254,7 @@ def _agreed(told: Sequence[Sequence[Any]]) -> tuple[dict[str, tuple[str, Shape]]
                 raise LayoutError(f"{name}: rank {first[name]} has a slice of {whole[name]}, rank {rank} one of {kind}")
             first.setdefault(name, rank)
             parts.setdefault(name, {}).setdefault(Box(tuple(start), tuple(extent)), rank)
-    return whole, {name: [(rank, box) for box, rank in of.items()] for name, of in parts.items()}
+    return whole, Parts({name: [(rank, box) for box, rank in of.items()] for name, of in parts.items()})
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,193 @@
+"""Checks of saving and converting by four processes that torchrun starts; `test_saving.py` runs it.
+
+`checks_saving.py CHECKPOINT OUT` writes a JSON object per rank: check -> what went wrong. Whoever saves has restored before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import meshload
+from meshload.testing import read_safetensors
+
+
+class World:
+    """This process, the source, its truth, and a folder for each check."""
+
+    def __init__(self, path: str, out: str) -> None:
+        self.path, self.out = Path(path), Path(out)
+        self.rank = distributed.get_rank()
+        self.config = json.loads((self.path / "config.json").read_text())
+        self.golden = read_safetensors(self.path / "model.safetensors")
+
+    def compare(self, folder: Path) -> None:
+        """Raise unless a checkpoint is the source, bit for bit; all ranks look."""
+        found = meshload.open(folder, config=self.config).with_names("hf")
+        assert set(found) == set(self.golden), sorted(set(found) ^ set(self.golden))[:5]
+        for name, values in self.golden.items():
+            assert np.asarray(found[name]).tobytes() == values.tobytes(), name
+
+
+def saved(world: World, name: str, mesh: str, to: Any) -> None:
+    tensors = meshload.restore(world.path, mesh=mesh)
+    meshload.save(world.out / name, tensors, mesh=mesh, to=to, config=world.config)
+    world.compare(world.out / name)
+
+
+def check_tensor_parallel_slices_into_one_file(world: World) -> None:
+    saved(world, "tp", "tp=4", "hf")
+    assert (world.out / "tp" / "model.safetensors").stat().st_size < 2 * (world.path / "model.safetensors").stat().st_size
+
+
+def check_b08_pipeline_stages_keep_their_global_layer_numbers(world: World) -> None:
+    saved(world, "pp", "pp=2,tp=2", "hf")
+
+
+def check_b14_a_tied_head_is_stored_once(world: World) -> None:
+    tensors = meshload.restore(world.path, mesh="pp=2,tp=2")
+    assert ("lm_head.weight" in tensors) == (world.rank >= 2)
+    meshload.save(world.out / "tied", tensors, mesh="pp=2,tp=2", to="hf", config=world.config)
+    assert "lm_head.weight" not in read_safetensors(world.out / "tied" / "model.safetensors")
+
+
+def check_replicas_write_once(world: World) -> None:
+    saved(world, "dp", "dp=2,tp=2", "hf")
+
+
+def check_chunks_of_orbax_are_the_slices(world: World) -> None:
+    saved(world, "orbax", "pp=2,tp=2", "orbax")
+    stored = meshload.open(world.out / "orbax")["model.layers.0.mlp.up_proj.weight"]
+    assert len(stored.pieces) == 2
+
+
+def check_shards_of_several_files(world: World) -> None:
+    from meshload_adapters.formats.hf import HuggingFace
+
+    saved(world, "shards", "tp=4", HuggingFace(max_shard_size=20_000))
+    assert (world.out / "shards" / "model.safetensors.index.json").exists()
+
+
+def check_dtensors_know_their_places(world: World) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensors: dict[str, Any] = {}
+    for i, (name, values) in enumerate(world.golden.items()):
+        whole = torch.from_numpy(values.view(np.int16).copy()).view(torch.bfloat16)
+        placements = [(Shard(0), Replicate()), (Shard(0), Shard(whole.ndim - 1)), (Replicate(), Replicate())][i % 3]
+        tensors[name] = distribute_tensor(whole, mesh, placements)
+        assert isinstance(tensors[name], DTensor)
+    meshload.save(world.out / "dtensors", tensors, to="hf")
+    found = read_safetensors(world.out / "dtensors" / "model.safetensors")
+    for name, values in world.golden.items():
+        assert found[name].tobytes() == values.tobytes(), name
+
+
+def check_fsdp2_modules_save_themselves(world: World) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3, bias=False))
+    expected = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    fully_shard(module, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+    meshload.save(world.out / "fsdp", module, to="hf")
+    found = read_safetensors(world.out / "fsdp" / "model.safetensors")
+    for name, tensor in expected.items():
+        assert found[name].tobytes() == tensor.numpy().tobytes(), name
+
+
+def check_a_layout_of_patterns_needs_no_config(world: World) -> None:
+    layout = {"a": ("tp",), "b": (None, "tp"), "*": ()}
+    whole = {"a": np.arange(10, dtype="i4"), "b": np.arange(24, dtype="f4").reshape(3, 8), "c": np.arange(5, dtype="f8")}
+    starts = [0, 3, 6, 9, 10]
+    tensors = {
+        "a": torch.from_numpy(whole["a"][starts[world.rank] : starts[world.rank + 1]].copy()),
+        "b": torch.from_numpy(whole["b"][:, 2 * world.rank : 2 * world.rank + 2].copy()),
+        "c": torch.from_numpy(whole["c"].copy()),
+    }
+    meshload.save(world.out / "patterns", tensors, mesh="tp=4", layout=layout, to="hf")
+    found = read_safetensors(world.out / "patterns" / "model.safetensors")
+    for name, values in whole.items():
+        assert found[name].tobytes() == values.tobytes(), name
+
+
+def check_slices_that_are_not_the_whole_are_refused_by_all(world: World) -> None:
+    tensors = meshload.restore(world.path, mesh="tp=4")
+    if world.rank == 2:
+        del tensors["model.layers.1.mlp.down_proj.weight"]
+    _refused(world, "hole", tensors, "model.layers.1.mlp.down_proj.weight")
+
+
+def check_a_slice_of_another_shape_is_named(world: World) -> None:
+    tensors = meshload.restore(world.path, mesh="tp=4")
+    if world.rank == 1:
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].clone()
+    _refused(world, "shape", tensors, "model.norm.weight")
+
+
+def _refused(world: World, name: str, tensors: dict[str, Any], word: str) -> None:
+    with pytest.raises(meshload.MeshloadError, match=re.escape(word)):
+        meshload.save(world.out / name, tensors, mesh="tp=4", to="hf", config=world.config)
+    distributed.barrier()
+    assert not (world.out / name).exists()
+
+
+def check_b86_all_fail_where_one_cannot_write(world: World) -> None:
+    from meshload import writing
+
+    put = writing.FileSink.put
+    if world.rank == 3:
+
+        def full(self: Any, runs: Any) -> None:
+            raise meshload.SourceError(f"{self.name}: writing failed: No space left on device")
+
+        writing.FileSink.put = full  # type: ignore[method-assign]
+    try:
+        _refused(world, "full", meshload.restore(world.path, mesh="tp=4"), "No space left on device")
+    finally:
+        writing.FileSink.put = put  # type: ignore[method-assign]
+
+
+def check_all_convert_their_share(world: World) -> None:
+    meshload.convert(world.path, world.out / "converted", to="orbax", mesh="tp=4")
+    world.compare(world.out / "converted")
+    meshload.convert(world.out / "converted", world.out / "back", to="hf")
+    world.compare(world.out / "back")
+
+
+def check_an_existing_target_stops_all(world: World) -> None:
+    distributed.barrier()
+    with pytest.raises(meshload.MeshloadError, match="exists already"):
+        meshload.convert(world.path, world.out / "tp", to="hf")
+    world.compare(world.out / "tp")
+
+
+def main(path: str, out: str) -> None:
+    distributed.init_process_group("gloo")
+    warnings.simplefilter("ignore")
+    world = World(path, out)
+    checks = {name: check for name, check in globals().items() if name.startswith("check_")}
+    wrong = {}
+    for name, check in checks.items():
+        try:
+            check(world)
+            wrong[name] = ""
+        except Exception:
+            wrong[name] = traceback.format_exc()[-3000:]
+    (Path(out) / f"rank{world.rank}.json").write_text(json.dumps(wrong))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

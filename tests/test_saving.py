@@ -1,0 +1,119 @@
+"""Saving live tensors: by four processes that torchrun starts, by JAX's devices, and by one process alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshload
+from meshload.testing import read_safetensors
+
+HERE = Path(__file__).parent
+CHECKS = re.findall(r"^def (check_\w+)", (HERE / "checks_saving.py").read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Return what each rank says went wrong, by check: a tied Qwen2 whose sizes divide by 4, but for the vocabulary."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen2Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=131,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    folder, out = tmp_path_factory.mktemp("qwen2"), tmp_path_factory.mktemp("saved")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*launch, str(HERE / "checks_saving.py"), str(folder), str(out)], capture_output=True, text=True, timeout=280
+    )
+    files = sorted(out.glob("rank*.json"))
+    assert len(files) == 4, done.stderr[-6000:]
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_on_four_processes(told: list[dict[str, str]], check: str) -> None:
+    assert [of.get(check, "an earlier check failed") for of in told] == [""] * 4
+
+
+def test_one_process_saves_a_dict_of_arrays(tmp_path: Path) -> None:
+    arrays = {"a.b": np.arange(6, dtype="i2").reshape(2, 3), "c": np.full((), 7, "f4"), "empty": np.zeros((0, 4), "f2")}
+    meshload.save(tmp_path / "out", arrays, to="hf")
+    found = read_safetensors(tmp_path / "out" / "model.safetensors")
+    assert {n: (a.dtype, a.shape, a.tobytes()) for n, a in found.items()} == {
+        n: (a.dtype, a.shape, a.tobytes()) for n, a in arrays.items()
+    }
+
+
+def test_one_process_saves_a_module_with_tied_weights_once(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    module = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
+    module["head"].weight = module["embed"].weight
+    meshload.save(tmp_path / "out", module, to="hf")
+    assert list(read_safetensors(tmp_path / "out" / "model.safetensors")) == ["embed.weight"]
+
+
+def test_what_is_no_array_is_named(tmp_path: Path) -> None:
+    with pytest.raises(meshload.LayoutError, match="'step': int"):
+        meshload.save(tmp_path / "out", {"a": np.zeros(2), "step": 3}, to="hf")
+    with pytest.raises(meshload.LayoutError, match="tensors="):
+        meshload.save(tmp_path / "out", {}, to="hf")
+
+
+def test_processes_without_a_group_are_told_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(meshload.LayoutError, match="2 processes were launched, and they have no process group"):
+        meshload.save(tmp_path / "out", {"a": np.zeros(2)}, to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_of_a_mesh_that_do_not_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(meshload.LayoutError, match="mesh"):
+        meshload.save(tmp_path / "out", {"a": np.zeros(2)}, mesh="tp=2", layout={"*": ("tp",)}, to="hf")
+
+
+JAX = """
+import sys, json
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import meshload
+mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("x", "y"))
+def array(values, *axes):
+    return jax.device_put(values, NamedSharding(mesh, P(*axes)))
+kernel = np.arange(32, dtype=np.float32).reshape(4, 8)
+tree = {
+    "layer": {"kernel": array(kernel, "x", "y"), "bias": array(np.arange(8, dtype=np.float32))},
+    "rows": array(np.arange(12, dtype=np.int32).reshape(12, 1), ("y", "x")),
+}
+for to in ("hf", "orbax"):
+    meshload.save(f"{sys.argv[1]}/{to}", tree, to=to)
+    found = meshload.open(f"{sys.argv[1]}/{to}")
+    for name, leaf in (("layer.kernel", tree["layer"]["kernel"]), ("layer.bias", tree["layer"]["bias"]), ("rows", tree["rows"])):
+        assert np.asarray(found[name]).tobytes() == np.asarray(leaf).tobytes(), (to, name)
+print(json.dumps({n: len(a.pieces) for n, a in found.arrays.items()}))
+"""
+
+
+def test_jax_arrays_are_saved_from_all_devices(tmp_path: Path, run_python: Callable[..., str]) -> None:
+    pytest.importorskip("jax")
+    out = run_python(JAX, tmp_path, env={"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"})
+    assert json.loads(out.splitlines()[-1]) == {"layer.bias": 1, "layer.kernel": 4, "rows": 4}
