@@ -17,14 +17,17 @@ from numpy.typing import NDArray
 from .array import Array
 from .checkpoint import Checkpoint, Problem
 from .digests import Digest, Entry, sum_of_run
-from .errors import MeshloadError
-from .formats import Format, choose
-from .loading import open, shown_progress
+from .errors import LayoutError, MeshloadError
+from .formats import Format, Indexer, choose, installed
+from .loading import byte_count, in_full, open, shown_progress
 from .pieces import boxes, piece
 from .reading import Progress, read_array
 from .requesting import missing_arrays, model_in
 from .source import open_folder
 from .writing import MAX_BYTES, fill, filling
+
+PART = 1 << 18
+"""Elements whose values are compared at once, each in several temporary float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +49,16 @@ def check(path: Any, *, format: str | Format | None = None, config: Any = None, 
     """Compare a checkpoint's index, headers and file sizes, and its arrays with those that its config names.
 
     No payload is read, but with `copies=True` the replicated copies of each array are read and compared. A path that holds no
-    checkpoint raises; damage is reported.
+    checkpoint raises; damage is reported, and files that have changed since they were indexed.
     """
     folder = open_folder(path)
     choose(folder, format)
     try:
         checkpoint = open(path, format=format, config=config)
+        stale = [p for f in installed().values() if isinstance(f, Indexer) for p in f.stale(folder)]
     except MeshloadError as error:
         return Report((Problem(str(error), file=folder.name),))
-    problems = list(checkpoint.problems)
+    problems = [*checkpoint.problems, *stale]
     told = {p.array for p in problems}
     problems += [
         Problem(f"the config names it, and {checkpoint.why_missing(name).partition(': ')[2]}", array=name)
@@ -126,22 +130,26 @@ def verify(
     where both families are known (the config of one serves the other), else native ones, or as `names` says. Both are streamed;
     `max_bytes` bounds the memory, 512 MiB by default. The problems say which elements differ first, and in which files they lie.
     """
+    limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
+    if not (rtol >= 0 and atol >= 0):
+        raise LayoutError(f"rtol={rtol!r}, atol={atol!r}: numbers from 0 on were expected")
     one, other = _both(a, b, config)
-    if names is None:
-        names = "hf" if model_in(one) is not None and model_in(other) is not None else "native"
-    one, other = one.with_names(names), other.with_names(names)
+    if names is None and (model_in(one) is None or model_in(other) is None):
+        names = "native"
+    one, other = in_full(one, names), in_full(other, names)
     problems = [*_only_in(one, other, b), *_only_in(other, one, a)]
     comparing = []
-    for name in one.arrays:
+    for name in (*one.arrays, *(alias for alias in one.aliases if alias in other.arrays)):
         if name in other:
-            problem = _unlike(one[name], other[name], within=rtol > 0 or atol > 0)
+            a_array, b_array = (replace(c[name], name=name) for c in (one, other))
+            problem = _unlike(a_array, b_array, within=rtol > 0 or atol > 0)
             problems += problem
-            if one[name].shape == other[name].shape:
-                comparing.append(_Comparison(one[name], other[name], rtol, atol, bits=not problem))
+            if a_array.shape == b_array.shape:
+                comparing.append(_Comparison(a_array, b_array, rtol, atol, bits=not problem))
     leading = [c if _unit(c.one) >= _unit(c.other) else c.turned() for c in comparing]
     pairs = [(_whole_in(c), c.one) for c in leading]
     with shown_progress(progress) as report:
-        fill(filling(pairs, max_bytes=MAX_BYTES if max_bytes is None else max_bytes), progress=report, lossy=True)
+        fill(filling(pairs, max_bytes=limit), progress=report, lossy=True)
     for found in leading:
         problems += found.problems()
     apart = {c.name: c.far for c in leading if c.count}
@@ -224,9 +232,15 @@ class _Comparison:
         at = np.unravel_index(flat, self.one.shape) if self.one.shape else ()
         box = tuple(slice(int(i), int(i) + n) for i, n in zip(at, values.shape, strict=True))
         found = read_array(self.other[box])
-        if values.dtype == found.dtype and values.tobytes() == found.tobytes():
-            return _nothing
-        differs, far, beyond = self._compared(values.reshape(-1), found.reshape(-1))
+        if values.dtype != found.dtype or values.tobytes() != found.tobytes():
+            one, other = values.reshape(-1), found.reshape(-1)
+            for i in range(0, len(one), PART):
+                self._note(flat + i, one[i : i + PART], other[i : i + PART])
+        return _nothing
+
+    def _note(self, flat: int, one: NDArray[Any], other: NDArray[Any]) -> None:
+        """Count what differs in a few elements, the first of which has a flat index."""
+        differs, far, beyond = self._compared(one, other)
         places = np.flatnonzero(beyond)
         with self.lock:
             self.count += int(differs.sum())
@@ -235,7 +249,6 @@ class _Comparison:
                 self.beyond += len(places)
                 self.first = flat + int(places[0]) if self.first is None else min(self.first, flat + int(places[0]))
                 self.last = max(self.last, flat + int(places[-1]))
-        return _nothing
 
     def _compared(self, one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[np.bool_], float, NDArray[np.bool_]]:
         """Return which elements differ, how far apart they are at most, and which are further apart than allowed."""
@@ -244,6 +257,7 @@ class _Comparison:
         with np.errstate(invalid="ignore", over="ignore"):
             same = (a == b) | (np.isnan(a) & np.isnan(b))
             apart = np.where(same, 0.0, np.abs(a - b))
+            apart = np.where(np.isnan(apart), np.inf, apart)  # a NaN beside a number
             reference = np.abs(a if self.is_turned else b)
             allowed = self.atol + self.rtol * np.where(np.isfinite(reference), reference, 0.0)
             beyond = ~same & ~(apart <= allowed)
@@ -252,7 +266,7 @@ class _Comparison:
             differs = (one.view(np.uint8).reshape(len(one), -1) != other.view(np.uint8).reshape(len(one), -1)).any(axis=1)
         if self.bits and not self.rtol and not self.atol:
             beyond = differs
-        return differs, float(np.nanmax(apart, initial=0.0)), beyond
+        return differs, float(np.max(apart, initial=0.0)), beyond
 
     def holds(self, start: int, values: NDArray[Any]) -> bool:
         return False
@@ -302,13 +316,12 @@ def digest(
     Two checkpoints hold the same arrays, bit for bit, where their digests are equal, whatever their formats and topologies.
     """
     checkpoint = path if isinstance(path, Checkpoint) else open(path, format=format, config=config)
-    if names is None:
-        names = "hf" if model_in(checkpoint) is not None else "native"
-    view = checkpoint.with_names(names)
+    limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
+    view = in_full(checkpoint, names)
     sums = _Sums()
     pairs = [(_receiving(array, sums), array) for array in view.arrays.values()]
     with shown_progress(progress) as report:
-        fill(filling(pairs, max_bytes=MAX_BYTES if max_bytes is None else max_bytes), progress=report, lossy=True)
+        fill(filling(pairs, max_bytes=limit), progress=report, lossy=True)
     return Digest({n: Entry(a.dtype.name, a.shape, sums.of.get(n, 0), a.size) for n, a in view.arrays.items()})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
+import math
 import re
 import sys
 import warnings
@@ -181,6 +182,28 @@ def _app() -> Any:
             rate = human(int(nbytes / max(seconds, 1e-9)))
             print(f"{dst}: {to}, {n} arrays, {human(nbytes)} in {seconds:.1f} s ({rate}/s)")
 
+    @app.command(help="Let Orbax and TensorStore read a checkpoint where it lies; no payload is copied.")
+    def index(
+        src: str = path,
+        dst: str | None = typer.Argument(None, help="A folder for the index, with links; by default it lies beside the files."),
+        names: str | None = names,
+        format: str | None = format_,
+        config: str | None = config,
+        json: bool = as_json,
+    ) -> None:
+        from .indexing import index as indexed
+
+        made = indexed(src, dst, names=names, format=format, config=config)
+        if json:
+            sizes = {"shown_bytes": made.shown_bytes, "bytes": made.nbytes}
+            said = {"path": str(made.path), "format": made.format, "arrays": list(made.arrays), **sizes}
+            _print_json(said | {"left_out": dict(made.left_out)})
+        else:
+            for name, why in made.left_out.items():
+                print(f"left out: {name}: {why}")
+            shown = f"{len(made.arrays)} arrays, {human(made.shown_bytes)}, shown by an index of {human(made.nbytes)}"
+            print(f"{made.path}: {made.format}, {shown}")
+
     @app.command(help="Compare two checkpoints, bit for bit or within a tolerance. Exit status 1 where they differ.")
     def verify(
         a: str = path,
@@ -218,7 +241,8 @@ def _app() -> Any:
         else:
             report = verified(a, b, rtol=rtol, atol=atol, names=names, config=config, progress=True)
         if json:
-            _print_json(_report(report) | {"apart": dict(report.apart)})
+            apart = {name: far if math.isfinite(far) else str(far) for name, far in report.apart.items()}
+            _print_json(_report(report) | {"apart": apart})
         else:
             _print_problems(report)
             for name, far in report.apart.items():

@@ -219,8 +219,8 @@ def _cast(view: Checkpoint, dtype: Any) -> Checkpoint:
     def made(array: Array) -> Array:
         if wanted not in (None, array.dtype) and is_floating(array.dtype) and array.dtype.itemsize == 1:
             raise LayoutError(
-                f"dtype=: {array.name} is {array.stored or array.dtype.name}, which means nothing without scales, and no config says "
-                f"what they are; leave out dtype= to convert the bits as stored"
+                f"dtype=: {array.name} is {array.stored or array.dtype.name}, which means nothing without scales, and no config "
+                f"says what they are; leave out dtype= to convert the bits as stored"
             )
         return array if wanted is None or not is_floating(array.dtype) else replace(array, dtype=wanted, stored=None)
 

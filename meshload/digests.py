@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .box import Box, Shape, row_major, whole
-from .errors import FormatError, LayoutError
+from .errors import FormatError, LayoutError, SourceError
 
 ONES = 0xFFFFFFFF
 POLYNOMIAL = 0xEDB88320
@@ -101,16 +102,18 @@ class Digest:
     @staticmethod
     def load(path: Any) -> Digest:
         """Read what `save` wrote."""
+        name = os.fspath(path)
         try:
             with open(path, encoding="utf-8") as file:
                 found = json.load(file)
-            entries = {
-                name: Entry(str(e["dtype"]), tuple(map(int, e["shape"])), int(e["sum"], 16), int(e["size"]))
-                for name, e in found["arrays"].items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise FormatError(f"{os.fspath(path)}: it is no digest: {error!r}") from error
-        return Digest(entries)
+        except OSError as error:
+            raise SourceError(f"{name}: cannot be read: {error.strerror}") from error
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{name}: it is no digest: not JSON: {error}") from error
+        arrays = found.get("arrays") if isinstance(found, dict) and found.get("digest") == "crc32" else None
+        if not isinstance(arrays, dict):
+            raise FormatError(f'{name}: it is no digest: {{"digest": "crc32", "arrays": {{...}}}} was expected')
+        return Digest({array: _entry(described, f"{name}: {array}") for array, described in arrays.items()})
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; `crc32` is there where the array is whole, for people and other programs."""
@@ -140,6 +143,23 @@ class Digest:
             elif entry.is_whole and wanted.is_whole and entry.sum != wanted.sum:
                 found.append((name, f"has the CRC-32 {entry.crc32:08x}, the digest says {wanted.crc32:08x}"))
         return found
+
+
+def _entry(described: Any, where: str) -> Entry:
+    """Return an entry of a file; what no digest can be raises."""
+    try:
+        dtype, shape, text, size = (described[key] for key in ("dtype", "shape", "sum", "size"))
+        entry = Entry(dtype, tuple(shape), int(text, 16), size)
+        counts = (*entry.shape, entry.size)
+        is_one = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in counts)
+        is_one = is_one and re.fullmatch("[0-9a-f]{8}", text) is not None and _itemsize(dtype) > 0
+    except (KeyError, TypeError, ValueError, AttributeError):
+        is_one = False
+    if not is_one:
+        raise FormatError(
+            f"{where}: dtype, shape, sum (8 hex digits) and size of an array were expected, found {str(described)[:200]}"
+        )
+    return entry
 
 
 def of_slice(name: str, values: NDArray[Any], box: Box, shape: Shape) -> Digest:

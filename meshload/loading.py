@@ -16,8 +16,9 @@ from .box import Box
 from .checkpoint import Checkpoint
 from .digests import Digest, of_slice, total
 from .errors import FormatError, LayoutError, MeshloadWarning, MissingArray, MissingPieces, listing
+from .exchange import Alone, exchange_of, read_shared, running, together
 from .formats import Format, choose, described
-from .frameworks import Framework, Placement, Slice, framework_of, is_floating
+from .frameworks import Framework, Group, Placement, Slice, framework_of, is_floating
 from .layout import Layout
 from .mesh import Mesh
 from .naming import (
@@ -112,12 +113,33 @@ def _shown_as(checkpoint: Checkpoint, naming: str) -> Checkpoint:
     if source is None or target is None:
         raise LayoutError(no_table(checkpoint, naming))
     ask(target)
-    made = shown(target, tied(target, take_apart(source, all_names(checkpoint, source))), checkpoint)
+    inventory = take_apart(source, all_names(checkpoint, source))
+    made = shown(target, tied(target, inventory), checkpoint)
     moments = {}
     for kind, arrays in checkpoint.optimizer.items():
         view = shown(target, tied(target, take_apart(source, arrays)), replace(checkpoint, arrays=arrays))
         moments[kind] = {name: replace(a, step=moment_step(kind, a.step)) for name, a in view.arrays.items()}
-    return replace(made, optimizer=moments)
+    return replace(made, optimizer=moments, meta={**made.meta, "unexpected": inventory.unexpected})
+
+
+def in_full(checkpoint: Checkpoint, names: str | None) -> Checkpoint:
+    """Return all arrays of a checkpoint under a naming: also those that its table does not know, which keep their names, and
+    those that the format declares to be another one (only what the config ties is left an alias).
+
+    Without a naming the canonical one is meant where the family is known, else that which the checkpoint has.
+    """
+    if names is None and model_in(checkpoint) is not None:
+        names = CANONICAL
+    view = checkpoint if names is None else checkpoint.with_names(names)
+    left = {n: checkpoint.arrays[n] for n in view.meta.get("unexpected", ()) if n in checkpoint.arrays and view is not checkpoint}
+    both = [name for name in left if name in view]
+    if both:
+        raise LayoutError(f"{listing(both)}: under {view.names} names, other arrays of the model are called so")
+    model = model_in(view)
+    ties = {} if model is None else model.ties
+    declared = {a: n for a, n in view.aliases.items() if ties.get(a) != n and ties.get(n) != a}
+    arrays = {**view.arrays, **left, **{a: replace(view.arrays[n], name=a) for a, n in declared.items() if n in view.arrays}}
+    return replace(view, arrays=arrays, aliases={a: n for a, n in view.aliases.items() if a not in declared})
 
 
 # --- restore ----------------------------------------------------------------------------------------------------------
@@ -142,6 +164,7 @@ def restore(
     optimizer: bool = False,
     copies: str = "first",
     digest: Any = None,
+    exchange: bool | None = None,
     max_bytes: int | None = None,
     merge_gap: int | None = None,
     progress: Progress | bool | None = None,
@@ -168,6 +191,9 @@ def restore(
             they are not equal, `"mean"` takes their mean.
         digest: A `Digest`, or a file that its `save` wrote: what arrives is compared with it, as stored, and `FormatError` is
             raised where it differs. Of an array that this process holds in part nothing can be said: a warning tells.
+        exchange: Whether the running processes share their reads: what several want is read once, and handed on by the process
+            group. Then all of them must call. By default they do where the checkpoint lies in an object store or on a network
+            file system, and `mesh` spans the group; a rank that is asked for by `rank=` reads alone. The result is the same.
         max_bytes: Ceiling of memory that is neither result nor metadata; 256 MiB by default.
         merge_gap: Unwanted bytes that are read rather than skipped; by default 4 KiB locally, more for object stores.
         progress: True for a bar on the terminal, or a function of bytes done and bytes in all.
@@ -177,35 +203,59 @@ def restore(
     """
     if isinstance(rank, str):
         raise LayoutError(f"rank={rank!r}: a number was expected; 'all' is for plan()")
-    request = _request(
-        path,
-        mesh,
-        rank,
-        layout,
-        like,
-        into,
-        dtype,
-        names,
-        format,
-        config,
-        include,
-        exclude,
-        missing,
-        optimizer,
-        copies,
-        max_bytes,
-        merge_gap,
+    group = _exchanging(exchange, path, mesh, rank)
+    request = together(
+        group,
+        lambda: _request(
+            path,
+            mesh,
+            rank,
+            layout,
+            like,
+            into,
+            dtype,
+            names,
+            format,
+            config,
+            include,
+            exclude,
+            missing,
+            optimizer,
+            copies,
+            max_bytes,
+            merge_gap,
+        ),
     )
+    assert request is not None
     _warn(request)
     expected = digest if digest is None or isinstance(digest, Digest) else Digest.load(digest)
     made = request.plan
     buffers = buffers_for(made)
     with shown_progress(progress) as report:
-        read(made, buffers, progress=report)
+        if group.size > 1:
+            read_shared(made, buffers, exchange_of(made, group), progress=report)
+        else:
+            read(made, buffers, progress=report)
     request.check_ties(buffers)
     if expected is not None:
         request.check_digest(buffers, expected)
     return request.place(buffers, device)
+
+
+def _exchanging(exchange: bool | None, path: Any, mesh: Any, rank: int | None) -> Group:
+    """Return the processes that share their reads; only this one where they do not."""
+    if not (exchange is None or isinstance(exchange, bool)):
+        raise LayoutError(f"exchange={exchange!r}: True, False or None was expected")
+    if exchange is False or mesh is None or rank is not None:
+        if exchange:
+            raise LayoutError("exchange=True: processes share reads where each restores its own rank of a mesh=")
+        return Alone()
+    group = running()
+    if exchange and group.size == 1:
+        raise LayoutError("exchange=True needs a group of processes; initialise torch.distributed or jax.distributed first")
+    if exchange is None and (group.size == 1 or isinstance(path, Checkpoint) or not open_folder(path).is_remote):
+        return Alone()
+    return group
 
 
 def plan(
@@ -288,9 +338,13 @@ class _Request:
     def check_digest(self, buffers: Mapping[int, Any], expected: Digest) -> None:
         """Raise where what was read is not what a digest says."""
         found: dict[tuple[str, Box], Digest] = {}
+        unlike: list[str] = []  # a slice that is no one box of the array, or is padded
         for i, target in enumerate(self.plan.targets):
             box = target.box
-            if i in self.plan.spare or box is None or target.filled != target.size or (target.name, box) in found:
+            if i in self.plan.spare or (target.name, box) in found:
+                continue
+            if box is None or target.filled != target.size:
+                unlike.append(target.name)
                 continue
             values = values_of(buffers[i], target, [buffers[n] for n in self.plan.others.get(i, ())])
             found[target.name, box] = of_slice(target.name, values, box, target.whole)
@@ -298,7 +352,7 @@ class _Request:
         different = added.differences(expected)
         if different:
             raise FormatError(f"digest=: {listing(f'{name} {what}' for name, what in different)}")
-        untold = [*added.partial, *(n for n in added.arrays if n not in expected.arrays)]
+        untold = dict.fromkeys([*added.partial, *unlike, *(n for n in added.arrays if n not in expected.arrays)])
         if untold:
             warnings.warn(
                 f"digest=: {len(untold)} arrays were not compared, since this process holds only a part of them, or the digest "
@@ -368,7 +422,7 @@ def _request(
     if not (layout is None or isinstance(layout, (str, Mapping, Layout))):
         raise LayoutError(f"layout={layout!r}: 'replicated', a Layout or a dict of name patterns was expected")
     include, exclude = _globs("include", include), _globs("exclude", exclude)
-    max_bytes, merge_gap = _bytes("max_bytes", max_bytes), _bytes("merge_gap", merge_gap)
+    max_bytes, merge_gap = byte_count("max_bytes", max_bytes), byte_count("merge_gap", merge_gap)
     if optimizer and like is not None:
         raise LayoutError("optimizer=True goes with a dict of tensors; a like= names all that it wants itself")
     checkpoint = path if isinstance(path, Checkpoint) else open(path, format=format, config=config)
@@ -430,7 +484,8 @@ def _globs(word: str, globs: Any) -> list[str] | None:
     return found
 
 
-def _bytes(word: str, n: Any) -> int | None:
+def byte_count(word: str, n: Any) -> int | None:
+    """Return a number of bytes that the caller gave, or raise; None stays."""
     if n is None:
         return None
     if isinstance(n, bool) or not isinstance(n, (int, float, np.number)) or not 0 <= n < 1 << 62:

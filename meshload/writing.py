@@ -553,7 +553,7 @@ def remember(staging: LocalFolder, what: Mapping[str, Any]) -> None:
     text = json.dumps(what, sort_keys=True)
     path = staging.path / NOTE
     try:
-        if path.exists() and path.read_text(errors="replace") != text:
+        if path.exists() and path.read_text(errors="replace") not in ("", text):  # empty: killed before it was written
             raise LayoutError(
                 f"{staging.path}: what was begun there is of another source, or with other options; "
                 f"remove it, or convert without resume=True, which does"
@@ -570,10 +570,10 @@ def staging_of(target: Path) -> Path:
 
 def prepare(target: Path, *, resume: bool) -> LocalFolder:
     """Return the folder to write into; a target that is there already, or cannot be made, raises."""
-    staging = staging_of(target)
     try:
         if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
             raise LayoutError(f"{target}: it exists already, and nothing is overwritten; remove it, or choose another name")
+        staging = staging_of(target)
         if staging.exists() and not resume:
             shutil.rmtree(staging)
         (staging / FAILED).unlink(missing_ok=True)

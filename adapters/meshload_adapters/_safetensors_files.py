@@ -39,9 +39,14 @@ def head(arrays: Sequence[Array]) -> tuple[bytes, int]:
     at = 0
     for array in sorted(arrays, key=lambda a: (-a.dtype.itemsize, a.name)):
         kind, shape = _described(array)
+        if array.name == "__metadata__":
+            raise LayoutError(f"{array.name}: safetensors keeps this name for itself; rename the array")
         described[array.name] = {"dtype": kind, "shape": shape, "data_offsets": [at, at + array.nbytes]}
         at += array.nbytes
-    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise LayoutError(f"a header is UTF-8, and some name of an array is not: {error}") from error
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_LIMIT:
         raise LayoutError(
