@@ -185,6 +185,10 @@ WITHOUT_PLAN = {"gpt2", "opt", "bloom", "falcon"}
 CUT_BY_TP = {"kv_heads", "ffn", "moe_ffn", "shared_ffn", "vocab"}
 
 
+ELSEWHERE = ("diffusion_llama", "dream", "mtp_llama")
+"""Families of Fast-LLM that transformers does not have."""
+
+
 # --- names and shapes -------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +263,7 @@ def test_tables_give_the_names_and_shapes_of_the_disk_and_of_the_live_module(fam
 
 
 def test_every_family_has_a_disk_table_and_is_tested() -> None:
-    assert sorted(family for table in HF for family in table.families) == sorted(CONFIGS)
+    assert sorted(family for table in HF for family in table.families) == sorted([*CONFIGS, *ELSEWHERE])
     assert {f for table in (*LIVE, *MAXTEXT) for f in table.families} <= set(CONFIGS)
 
 
@@ -354,7 +358,7 @@ WITHOUT_A_PLACE: dict[str, set[str]] = {
 """Naming -> keys of configs that mean a model for which the framework has no names."""
 
 FAMILIES_OF = {
-    "fast_llm": {"llama", "mistral", "mixtral", "qwen2"},
+    "fast_llm": {"llama", "mistral", "mixtral", "qwen2", *ELSEWHERE},
     "flexgen": {"opt"},
     "gpt_neox": {"gpt_neox"},
     "maxtext": {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"},
@@ -368,7 +372,7 @@ FAMILIES_OF = {
 def test_a_frameworks_names_show_the_parts_of_the_disk_at_every_config(naming: str) -> None:
     """Nothing of a model is left out, and nothing is shown twice."""
     assert {f for table in NAMINGS[naming] for f in table.families} == FAMILIES_OF[naming]
-    for family in FAMILIES_OF[naming]:
+    for family in FAMILIES_OF[naming] - set(ELSEWHERE):
         for config in [{**c, "rope_type": "llama3.1", "scan_layers": False} for c in CONFIGS[family]]:
             if set(config) & WITHOUT_A_PLACE.get(naming, set()) or config.get("num_experts") == 0:
                 continue
@@ -514,6 +518,45 @@ def test_sections_are_in_the_order_of_the_pipeline_plan(family: str) -> None:
 
 
 # --- cases of the collection ------------------------------------------------------------------------------------------
+
+
+def test_further_prediction_heads_of_fast_llm_have_names_in_hugging_face(tmp_path: Path) -> None:
+    """`mtp_llama` of Fast-LLM: blocks behind the last layer, and a norm each behind the model's own."""
+    config = {"model_type": "mtp_llama", **WIDE, "attention_bias": True, "mlp_bias": True, "prediction_heads": 3}
+    model = naming_module.model_of("hf", config)
+    assert model is not None
+    weights = {name: ramp(name, model.whole_shape(line)) for name, line, _ in model.arrays()}
+    norms = {name for name in weights if "mtp_norms" in name or name == "model.norm.weight"}
+    assert norms == {f"model.mtp_norms.{i}.weight" for i in range(3)}
+    block = {name.split(".", 3)[3] for name in weights if name.startswith("model.layers.0.")}
+    assert {name for name in weights if "mtp_heads" in name} == {f"model.mtp_heads.{i}.{n}" for i in range(2) for n in block}
+    write_checkpoint(tmp_path, weights, config)
+    theirs = meshload.open(tmp_path).with_names("fast_llm")
+    assert shown_parts("fast_llm", "mtp_llama", config) != []
+    at, of = "multi_token_prediction.blocks.1.", "model.mtp_heads.1."
+    both = [weights[f"{of}self_attn.{m}_proj.weight"] for m in "kv"]
+    assert same_bits(np.asarray(theirs[f"{at}mixer.key_value.weight"]), np.concatenate(both))
+    assert same_bits(np.asarray(theirs[f"{at}mlp.layer_2.weight"]), weights[f"{of}mlp.down_proj.weight"].T)
+    norm = "multi_token_prediction.heads.1.final_norm.weight"
+    assert same_bits(np.asarray(theirs[norm]), weights["model.mtp_norms.2.weight"])
+    parts = [{(p, i) for p, i in shown_parts(naming, "mtp_llama", config)} for naming in ("hf", "fast_llm")]
+    assert parts[0] == parts[1]
+
+
+def test_fast_llms_own_checkpoint_with_further_heads_is_read_by_its_table() -> None:
+    path = Path(__file__).parent / "golden" / "fast_llm" / "layouts" / "mtp_tied_pp2"
+    opened = meshload.open(path)
+    found = opened.with_names("hf")
+    assert meshload.plan(path, mesh="pp=2", rank="all").unexpected == ()
+    for i in range(2):
+        stored = np.asarray(opened[f"multi_token_prediction.blocks.{i}.mixer.key_value.weight"])
+        for part, name in zip(np.split(stored, 2), ("k_proj", "v_proj"), strict=True):
+            assert same_bits(np.asarray(found[f"model.mtp_heads.{i}.self_attn.{name}.weight"]), part)
+        norm = np.asarray(opened[f"multi_token_prediction.heads.{i}.final_norm.weight"])
+        assert same_bits(np.asarray(found[f"model.mtp_norms.{i + 1}.weight"]), norm)
+    assert same_bits(np.asarray(found["model.mtp_norms.0.weight"]), np.asarray(opened["head.final_norm.weight"]))
+    on_last = meshload.restore(path, mesh="pp=2", rank=1, into="numpy")
+    assert {n for n in on_last if "mtp" in n} == {n for n in found if "mtp" in n}
 
 
 def test_b66_conv1d_weights_are_cut_by_name_and_never_transposed(tmp_path: Path) -> None:

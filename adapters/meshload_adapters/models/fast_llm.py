@@ -32,6 +32,17 @@ _MLP = """
 down         decoder.{layer}.mlp.layer_2.weight           ffn embed
 """
 
+_ATTENTION_BIAS = """
+q_bias       decoder.{layer}.mixer.query.bias             (heads head_dim)                     if attention_bias
+-            decoder.{layer}.mixer.key_value.bias         ((k_bias + v_bias) kv_heads head_dim)  if attention_bias
+o_bias       decoder.{layer}.mixer.dense.bias             embed                                if attention_bias
+"""
+
+_MLP_BIAS = """
+-            decoder.{layer}.mlp.layer_1.bias             ((gate_bias + up_bias) ffn)          if mlp_bias
+down_bias    decoder.{layer}.mlp.layer_2.bias             embed                                if mlp_bias
+"""
+
 _LAST = """
 last
 norm         head.final_norm.weight                       embed
@@ -40,21 +51,45 @@ head         head.output_weights                          vocab embed
 
 _LLAMA = (
     """
-families llama
+families llama diffusion_llama
 """
     + _SIZES
     + _FIRST
-    + """
-q_bias       decoder.{layer}.mixer.query.bias             (heads head_dim)                     if attention_bias
--            decoder.{layer}.mixer.key_value.bias         ((k_bias + v_bias) kv_heads head_dim)  if attention_bias
-o_bias       decoder.{layer}.mixer.dense.bias             embed                                if attention_bias
-"""
+    + _ATTENTION_BIAS
     + _MLP
-    + """
--            decoder.{layer}.mlp.layer_1.bias             ((gate_bias + up_bias) ffn)          if mlp_bias
-down_bias    decoder.{layer}.mlp.layer_2.bias             embed                                if mlp_bias
-"""
+    + _MLP_BIAS
     + _LAST
+)
+
+# Heads that predict further tokens; all have the first one's output weights.
+_MTP_LLAMA = (
+    """
+families mtp_llama
+mtp := (prediction_heads or 1) - 1
+ignore multi_token_prediction.heads.*.output_weights
+"""
+    + _SIZES
+    + _FIRST
+    + _ATTENTION_BIAS
+    + _MLP
+    + _MLP_BIAS
+    + _LAST
+    + """
+mtp_input_norm  multi_token_prediction.blocks.{mtp}.norm_1.weight             embed
+mtp_post_norm   multi_token_prediction.blocks.{mtp}.norm_2.weight             embed
+mtp_q           multi_token_prediction.blocks.{mtp}.mixer.query.weight        (heads head_dim) embed
+-               multi_token_prediction.blocks.{mtp}.mixer.key_value.weight    ((mtp_k + mtp_v) kv_heads head_dim) embed
+mtp_o           multi_token_prediction.blocks.{mtp}.mixer.dense.weight        embed (heads head_dim)
+mtp_q_bias      multi_token_prediction.blocks.{mtp}.mixer.query.bias          (heads head_dim)  if attention_bias
+-               multi_token_prediction.blocks.{mtp}.mixer.key_value.bias      ((mtp_k_bias + mtp_v_bias) kv_heads head_dim) \
+    if attention_bias
+mtp_o_bias      multi_token_prediction.blocks.{mtp}.mixer.dense.bias          embed             if attention_bias
+-               multi_token_prediction.blocks.{mtp}.mlp.layer_1.weight        ((mtp_gate + mtp_up) ffn) embed
+mtp_down        multi_token_prediction.blocks.{mtp}.mlp.layer_2.weight        ffn embed
+-               multi_token_prediction.blocks.{mtp}.mlp.layer_1.bias          ((mtp_gate_bias + mtp_up_bias) ffn)  if mlp_bias
+mtp_down_bias   multi_token_prediction.blocks.{mtp}.mlp.layer_2.bias          embed             if mlp_bias
+mtp_norm        multi_token_prediction.heads.{mtp}.final_norm.weight          embed
+"""
 )
 
 _MISTRAL = (
@@ -69,7 +104,7 @@ families mistral
 
 _QWEN2 = (
     """
-families qwen2
+families qwen2 dream
 """
     + _SIZES
     + _FIRST
@@ -97,5 +132,5 @@ expert_down  decoder.{layer}.mlp.layer_2.weight           (expert ffn) embed
     + _LAST
 )
 
-TABLES: tuple[str, ...] = (_LLAMA, _MISTRAL, _QWEN2, _MIXTRAL)
+TABLES: tuple[str, ...] = (_LLAMA, _MTP_LLAMA, _MISTRAL, _QWEN2, _MIXTRAL)
 """One table per family of models, in the language of `meshload.pattern`."""

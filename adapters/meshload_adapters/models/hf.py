@@ -74,6 +74,12 @@ up              model.layers.{layer}.mlp.up_proj.weight                       ff
 down            model.layers.{layer}.mlp.down_proj.weight                     embed ffn
 """
 
+_MLP_BIAS = """
+gate_bias       model.layers.{layer}.mlp.gate_proj.bias                       ffn                   if mlp_bias
+up_bias         model.layers.{layer}.mlp.up_proj.bias                         ffn                   if mlp_bias
+down_bias       model.layers.{layer}.mlp.down_proj.bias                       embed                 if mlp_bias
+"""
+
 _LAST = """
 last
 norm            model.norm.weight                                             embed
@@ -82,7 +88,7 @@ head            lm_head.weight                                                vo
 
 _LLAMA = (
     """
-families llama
+families llama diffusion_llama
 """
     + _SIZES
     + _HEAD_DIM
@@ -92,12 +98,47 @@ families llama
     + _ATTENTION
     + _ATTENTION_BIAS
     + _MLP
-    + """
-gate_bias       model.layers.{layer}.mlp.gate_proj.bias                       ffn                   if mlp_bias
-up_bias         model.layers.{layer}.mlp.up_proj.bias                         ffn                   if mlp_bias
-down_bias       model.layers.{layer}.mlp.down_proj.bias                       embed                 if mlp_bias
-"""
+    + _MLP_BIAS
     + _LAST
+)
+
+# Fast-LLM's Llama with blocks and norms behind the last layer that predict further tokens; the first norm is the model's own.
+_MTP_LLAMA = (
+    """
+families mtp_llama
+mtp := (prediction_heads or 1) - 1
+"""
+    + _SIZES
+    + _HEAD_DIM
+    + _TIED_IF_SAID
+    + _TOKENS
+    + _NORMS
+    + _ATTENTION
+    + _ATTENTION_BIAS
+    + _MLP
+    + _MLP_BIAS
+    + """
+last
+norm            model.mtp_norms.0.weight                                      embed
+mtp_input_norm  model.mtp_heads.{mtp}.input_layernorm.weight                  embed
+mtp_post_norm   model.mtp_heads.{mtp}.post_attention_layernorm.weight         embed
+mtp_q           model.mtp_heads.{mtp}.self_attn.q_proj.weight                 (heads head_dim) embed
+mtp_k           model.mtp_heads.{mtp}.self_attn.k_proj.weight                 (kv_heads head_dim) embed
+mtp_v           model.mtp_heads.{mtp}.self_attn.v_proj.weight                 (kv_heads head_dim) embed
+mtp_o           model.mtp_heads.{mtp}.self_attn.o_proj.weight                 embed (heads head_dim)
+mtp_q_bias      model.mtp_heads.{mtp}.self_attn.q_proj.bias                   (heads head_dim)      if attention_bias
+mtp_k_bias      model.mtp_heads.{mtp}.self_attn.k_proj.bias                   (kv_heads head_dim)   if attention_bias
+mtp_v_bias      model.mtp_heads.{mtp}.self_attn.v_proj.bias                   (kv_heads head_dim)   if attention_bias
+mtp_o_bias      model.mtp_heads.{mtp}.self_attn.o_proj.bias                   embed                 if attention_bias
+mtp_gate        model.mtp_heads.{mtp}.mlp.gate_proj.weight                    ffn embed
+mtp_up          model.mtp_heads.{mtp}.mlp.up_proj.weight                      ffn embed
+mtp_down        model.mtp_heads.{mtp}.mlp.down_proj.weight                    embed ffn
+mtp_gate_bias   model.mtp_heads.{mtp}.mlp.gate_proj.bias                      ffn                   if mlp_bias
+mtp_up_bias     model.mtp_heads.{mtp}.mlp.up_proj.bias                        ffn                   if mlp_bias
+mtp_down_bias   model.mtp_heads.{mtp}.mlp.down_proj.bias                      embed                 if mlp_bias
+mtp_norm        model.mtp_norms.{mtp+1}.weight                                embed
+head            lm_head.weight                                                vocab embed
+"""
 )
 
 _MISTRAL = (
@@ -116,7 +157,7 @@ families mistral
 
 _QWEN2 = (
     """
-families qwen2
+families qwen2 dream
 """
     + _SIZES
     + _HEAD_DIM
@@ -885,6 +926,7 @@ head            lm_head.weight                                                vo
 
 TABLES: tuple[str, ...] = (
     _LLAMA,
+    _MTP_LLAMA,
     _MISTRAL,
     _QWEN2,
     _QWEN2_MOE,
