@@ -7,8 +7,8 @@ in a local file. The grid is as coarse as they allow, up to a few megabytes a ch
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -18,6 +18,8 @@ import numpy as np
 
 from .array import Array
 from .box import Shape
+from .checkpoint import Checkpoint
+from .converting import local
 from .errors import LayoutError, MeshloadError, listing
 from .formats import Format, Grid, Indexer, installed
 from .loading import open
@@ -81,13 +83,13 @@ def index(
     if not isinstance(folder, LocalFolder):
         raise LayoutError(f"{folder.name}: only local files can be indexed")
     home = Path(os.path.abspath(folder.path))
-    target = home if dst is None else _local(dst)
+    target = home if dst is None else local(dst)
     beside = target == home or (target.exists() and target.samefile(home))
     if beside and folder.entry is not None:
         raise LayoutError(f"{folder.name}: an index speaks for a folder, and this is one file; name a folder for it: dst=")
     checkpoint = open(src, format=format, config=config)
     shown = checkpoint if names is None else checkpoint.with_names(names)
-    grids, left_out = _grids(shown.arrays, indexer)
+    grids, left_out = _grids(shown, indexer)
     places = _places(grids, home, LINKS if not beside else "")
     for name in [g.array.name for g in grids if any(f.path not in places for f in g.files)]:
         left_out[name] = f"its file lies outside {home}, where no path leads from an index beside it; name a folder for it: dst="
@@ -117,20 +119,14 @@ def _indexer() -> Indexer:
     return found[0]
 
 
-def _local(dst: Any) -> Path:
-    text = os.fspath(dst)
-    if "://" in text:
-        raise LayoutError(f"{text}: an index lies in a local folder")
-    return Path(os.path.abspath(os.path.expanduser(text)))
-
-
-def _grids(arrays: Mapping[str, Array], indexer: Indexer) -> tuple[list[Grid], dict[str, str]]:
+def _grids(checkpoint: Checkpoint, indexer: Indexer) -> tuple[list[Grid], dict[str, str]]:
     """Return what can be shown, and why the rest cannot be."""
-    grids, left_out = [], {}
-    for name, array in arrays.items():
+    grids, left_out = [], dict(checkpoint.unavailable)
+    for name, array in checkpoint.arrays.items():
         try:
-            indexer.check_shown(array)
-            grids.append(grid(array))
+            named = replace(array, name=name)
+            indexer.check_shown(named)
+            grids.append(grid(named))
         except MeshloadError as error:
             left_out[name] = str(error)
     return grids, left_out
@@ -232,7 +228,7 @@ def _divisor(n: int, nbytes: int) -> int:
     """Return into how many rows of `nbytes` each, of `n`, to cut: the most within `CHUNK`, unless that is less than `SMALL`.
 
     >>> _divisor(151936, 8192), _divisor(50021, 8192)
-    (256, 50021)
+    (128, 50021)
     """
     divisors = sorted({d for i in range(1, int(n**0.5) + 1) if n % i == 0 for d in (i, n // i)})
     fitting = max((d for d in divisors if d * nbytes <= CHUNK), default=1)
@@ -244,6 +240,8 @@ def _divisor(n: int, nbytes: int) -> int:
 def _cells(array: Array, chunk: Shape, counts: Shape) -> tuple[Ints, Ints]:
     """Return source and offset of each chunk, row-major over the grid; each must be stored, and only copies more than once."""
     pieces = array.pieces
+    if len(pieces) == prod(counts) == 1:
+        return pieces.source, pieces.offset
     each = np.asarray(chunk, np.int64).reshape(1, -1)
     parts = pieces.shape // each
     many = parts.prod(axis=1)
@@ -277,25 +275,21 @@ def _check_copies(array: Array, row: Ints, first: Ints) -> None:
 
 def _located(sources: Sequence[Any], source: Ints, offset: Ints, nbytes: int) -> tuple[tuple[LocalFile, ...], Ints, Ints]:
     """Return the files, and number and offset by chunk; what a virtual source shows is looked up in its file."""
-    files: dict[Path, LocalFile] = {}
-    number: dict[Path, int] = {}
+    number: dict[LocalFile, int] = {}
     file, offset = np.zeros_like(source), offset.copy()
     for n in np.unique(source).tolist():
         mine = np.flatnonzero(source == n)
-        for i, (found, at) in zip(mine.tolist(), _places_in(sources[n], offset[mine].tolist(), nbytes), strict=True):
-            files.setdefault(found.path, found)
-            file[i], offset[i] = number.setdefault(found.path, len(number)), at
-    return tuple(files.values()), file, offset
-
-
-def _places_in(source: Any, offsets: Sequence[int], nbytes: int) -> Iterator[tuple[LocalFile, int]]:
-    for offset in offsets:
-        file, at = source.located(offset, nbytes) if isinstance(source, Located) else (source, offset)
-        if file is source and not isinstance(source, LocalFile):
-            raise LayoutError(f"it is stored in {source.name} in an order that is not row-major")
-        if not isinstance(file, LocalFile):
-            raise LayoutError(f"it is stored in {source.name}, which is no local file")
-        yield file, at
+        if isinstance(sources[n], LocalFile):
+            file[mine] = number.setdefault(sources[n], len(number))
+            continue
+        for i in mine.tolist():
+            found, at = sources[n].located(int(offset[i]), nbytes)
+            if found is sources[n]:
+                raise LayoutError(f"it is stored in {found.name} in an order that is not row-major")
+            if not isinstance(found, LocalFile):
+                raise LayoutError(f"it is stored in {found.name}, which is no local file")
+            file[i], offset[i] = number.setdefault(found, len(number)), at
+    return tuple(number), file, offset
 
 
 def _ends(file: Ints, offset: Ints, count: int) -> list[int]:

@@ -50,3 +50,13 @@ def test_restore_jax_gives_the_same_token_on_any_mesh() -> None:
     piped = run("examples/restore_jax.py", llama, "--mesh", "pp=4", "--tokens", "3,1,4,1,5", **devices)
     assert alone.startswith("next token: ")
     assert piped == alone
+
+
+def test_orbax_without_converting_restores_a_folder_of_hugging_face(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("orbax.checkpoint")
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    out = run("examples/orbax_without_converting.py", QWEN, tmp_path / "index", **devices).splitlines()
+    assert out[0].startswith("50 arrays of 141824 bytes are shown by ")
+    assert "model.layers.0.mlp.down_proj.weight (32, 48) PartitionSpec('devices',)" in [
+        line.replace(" P(", " PartitionSpec(") for line in out
+    ]

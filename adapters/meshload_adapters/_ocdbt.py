@@ -62,7 +62,7 @@ class _Reference:
 
 
 def database(values: Values, file: str, *, uuid: bytes, time_ns: int) -> tuple[bytes, bytes]:
-    """Return a manifest, and the data file of the nodes, which is to be called `file`."""
+    """Return a manifest, and the data file of the nodes, which is to be called `file`. There must be a value."""
     nodes = bytearray()
     level = [_added(nodes, *leaf) for leaf in _leaves(sorted((key.encode(), value) for key, value in values.items()))]
     height = 0
@@ -79,15 +79,13 @@ def _added(nodes: bytearray, node: bytes, first: bytes, keys: int, below: int, f
 
 
 def _leaves(entries: Sequence[tuple[bytes, bytes | Range]]) -> Iterable[tuple[bytes, bytes, int, int, int]]:
-    """Go through the leaves with their first key and statistics; an empty database is one empty leaf."""
+    """Go through the leaves with their first key and statistics."""
     start, size = 0, 0
     for i, (key, value) in enumerate(entries):
         size += len(key) + (16 if isinstance(value, Range) else len(value))
         if size >= NODE_BYTES or i + 1 == len(entries):
             yield _leaf(entries[start : i + 1])
             start, size = i + 1, 0
-    if not entries:
-        yield _leaf(entries)
 
 
 def _leaf(entries: Sequence[tuple[bytes, bytes | Range]]) -> tuple[bytes, bytes, int, int, int]:
@@ -112,7 +110,7 @@ def _leaf(entries: Sequence[tuple[bytes, bytes | Range]]) -> tuple[bytes, bytes,
             *(v for v in values if not isinstance(v, Range)),
         )
     )
-    return _node(NODE_MAGIC, body), keys[0] if keys else b"", len(keys), 0, sum(r.length for r in ranges)
+    return _node(NODE_MAGIC, body), keys[0], len(keys), 0, sum(r.length for r in ranges)
 
 
 def _parts(level: Sequence[_Reference]) -> Iterable[Sequence[_Reference]]:
@@ -177,9 +175,9 @@ def _prefixes(words: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
 
 
 def _shared(a: bytes, b: bytes) -> int:
-    if b.startswith(a):
-        return len(a)
-    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    n = min(len(a), len(b))
+    unlike = int.from_bytes(a[:n], "big") ^ int.from_bytes(b[:n], "big")
+    return n - -(-unlike.bit_length() // 8)
 
 
 def _node(magic: int, body: bytes) -> bytes:
@@ -194,6 +192,8 @@ def _varint(n: int) -> bytes:
     >>> _varint(300).hex()
     'ac02'
     """
+    if n < 128:
+        return bytes((n,))
     found = bytearray()
     while n > 127:
         found.append(n & 127 | 128)

@@ -156,7 +156,7 @@ def stale(folder: Folder) -> list[Problem]:
             continue
         if file.size != size:
             problems.append(Problem(f"it had {size} bytes when the index in {folder.name} was made, it has {file.size}", file=name))
-        elif changed != getattr(file, "changed", changed):
+        elif changed is not None and changed != getattr(file, "changed", changed):
             problems.append(Problem(f"it was changed after the index in {folder.name} was made", file=name))
     return problems
 
