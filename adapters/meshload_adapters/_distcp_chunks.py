@@ -107,6 +107,12 @@ class Chunks:
                     self._read(k, view, low - begin, out[low - start : high - start])
             first = max(last, first + 1)
 
+    def located(self, start: int, nbytes: int) -> tuple[Any, int]:
+        """Return the data file, and where in it bytes of one tensor lie; this source itself where they are no run there."""
+        k = int(np.searchsorted(self.offset, start, side="right")) - 1
+        layout = self._layout(k, self.source) if k >= 0 and start + nbytes <= self.offset[k] + self.nbytes[k] else None
+        return (self, start) if layout is None or layout.strides is not None else (self.source, start + layout.begin)
+
     def _together(self, first: int, end: int, wanted: int) -> int:
         """Return the end of the entries from `first` on that are worth reading whole; `first` where none is."""
         reach = np.searchsorted(self.offset[first:end] + self.length[first:end], self.offset[first] + TOGETHER, side="right")

@@ -30,6 +30,10 @@ under which the model was saved: it is the one under which the most of the names
 
 `meta["objects"]` reads what is no tensor when it is asked for, and inertly: learning rates, schedulers, torchtitan's
 `dataloader` (a pickle within, given as bytes). Read from torch 2.13.
+
+**Written** are the weights, as one dict without nesting, as torchtitan has its model: `torch.distributed.checkpoint.load` fills
+the tensors of `{name: tensor}` from it. Each rank of the mesh has one data file, `__{rank}_0.distcp`, with the boxes that no lower
+rank holds; without a mesh there is one file. No torch is needed for it.
 """
 
 from __future__ import annotations
@@ -44,9 +48,11 @@ from typing import Any
 from meshload.array import Array
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, listing
+from meshload.formats import Parts
 from meshload.source import Folder, LocalFolder, open_folder, read_bytes
 
 from .._distcp import Found, Listing, find_arrays, load_object, read_listing
+from .._distcp_files import lay_out_entries, new_entry
 from .._json import parsed
 
 METADATA = ".metadata"
@@ -79,6 +85,7 @@ class DCP:
     """The key under which the weights lie that the optimizer trained, where several models are in the checkpoint; `""`: none."""
     name: str = field(default="dcp", init=False)
     order: int = field(default=60, init=False)
+    naming: str = field(default="hf", init=False)
 
     def matches(self, folder: Folder) -> bool:
         """Say whether there is a `.metadata` or a data file, here or in folders of steps; unfinished saves are recognised too."""
@@ -131,6 +138,13 @@ class DCP:
             views={"stored": stored},
         )
         return native
+
+    def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
+        """Lay out the ranks' data files, and `.metadata`: it stands in a folder that nobody sees before all is written."""
+        lay_out_entries(folder, [new_entry(a, parts.get(name, ())) for name, a in like.arrays.items()], paths=True)
+
+    def commit(self, folder: LocalFolder) -> None:
+        """Do nothing: what says that the payload is there is `.metadata`, in the folder that now gets its name."""
 
     def _chosen(self, folder: Folder, meta: dict[str, Any]) -> Folder:
         """Return the folder of the checkpoint: the folder itself, or that of a step in it."""

@@ -1,0 +1,272 @@
+"""What is written: A -> B -> A gives the same bits, and the other side's own loaders read it."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import meshload
+from meshload import Box, Checkpoint, Layout
+from meshload.naming import model_of
+from meshload.testing import ramp, same_bits, write_checkpoint
+from meshload_adapters._distcp_files import chunks_of
+from meshload_adapters._pickle import Global
+from meshload_adapters._pickle_writer import Call, Instance, pickled
+from meshload_adapters._torch_writer import NewStorage, NewTensor, laid_out, new_tensor
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+]
+
+_USUAL = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 12, "vocab_size": 26}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_USUAL, "num_key_value_heads": 2, "tie_word_embeddings": False, "rms_norm_eps": 1e-6},
+    "qwen2": {"model_type": "qwen2", **_USUAL, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e6},
+    "mixtral": {"model_type": "mixtral", **_USUAL, "num_key_value_heads": 2, "num_local_experts": 4, "tie_word_embeddings": False},
+    "gpt_neox": {"model_type": "gpt_neox", **_USUAL, "tie_word_embeddings": False, "use_parallel_residual": True},
+    "opt": {
+        "model_type": "opt",
+        **{k: v for k, v in _USUAL.items() if k != "intermediate_size"},
+        "ffn_dim": 64,
+        "word_embed_proj_dim": 16,
+        "max_position_embeddings": 10,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "tie_word_embeddings": True,
+    },
+}
+MESHES = (None, "tp=2", "pp=2,tp=2")
+
+
+def source(folder: Path, family: str, dtype: str = "float32", **config: Any) -> Path:
+    """Write a Hugging Face checkpoint of a family, whose values tell their places."""
+    from meshload.frameworks import framework_of
+
+    told = {**CONFIGS[family], **config}
+    model = model_of("hf", told)
+    assert model is not None
+    kind = framework_of("numpy").dtype(dtype)
+    arrays = {name: ramp(name, model.whole_shape(line), kind) for name, line, _ in model.arrays() if name not in model.ties}
+    return write_checkpoint(folder, arrays, told, shards=2)
+
+
+def check_round_trip(folder: Path, family: str, to: Any, mesh: str | None, dtype: str = "float32", **options: Any) -> Checkpoint:
+    """Check Hugging Face -> `to` -> Hugging Face, bit for bit; return the checkpoint in between."""
+    src = source(folder / "src", family, dtype)
+    meshload.convert(src, folder / "there", to=to, mesh=mesh, **options)
+    expected, there = meshload.open(src), meshload.open(folder / "there")
+    assert there.format == (to if isinstance(to, str) else to.name)
+    assert not there.problems
+    meshload.convert(folder / "there", folder / "back", to="hf", config=src)
+    back = meshload.open(folder / "back")
+    assert sorted(back) == sorted(expected)
+    assert [n for n in expected if not same_bits(back[n], expected[n])] == []
+    assert json.loads((folder / "back/config.json").read_text()) == json.loads((src / "config.json").read_text())
+    return there
+
+
+# --- torch's files ----------------------------------------------------------------------------------------------------
+
+
+def written(root: Any, payload: Mapping[str, bytes] | None = None) -> bytes:
+    """Return a laid-out file, with payload at the places that the reader finds."""
+    parts, size = laid_out(root)
+    data = bytearray(size)
+    for at, some in parts:
+        data[at : at + len(some)] = some
+    for info in zipfile.ZipFile(io.BytesIO(data)).infolist():
+        found = (payload or {}).get(info.filename.removeprefix("archive/data/"))
+        if found is not None:
+            assert len(found) == info.file_size
+            begin = info.header_offset + 30 + int.from_bytes(data[info.header_offset + 26 : info.header_offset + 28], "little")
+            begin += int.from_bytes(data[info.header_offset + 28 : info.header_offset + 30], "little")
+            data[begin : begin + len(found)] = found
+    return bytes(data)
+
+
+def test_a_laid_out_file_is_what_torch_saves_but_for_checksums_and_the_id() -> None:
+    torch = pytest.importorskip("torch")
+    flat = torch.zeros(6, dtype=torch.bfloat16)
+    more = [None, True, 2.5, (1, 2), "s", torch.bfloat16, -5, 1 << 40, 300, 70000, (), {}, [], (1, 2, 3, 4)]
+    tensors = {"z": torch.zeros(0, 3), "f": torch.zeros(2, dtype=torch.float8_e4m3fn), "u": torch.zeros((), dtype=torch.uint16)}
+    buffer = io.BytesIO()
+    torch.save(OrderedDict([("a.b", flat.reshape(2, 3)), ("c", {"x": [1], "y": [flat[3:], *more], **tensors})]), buffer)
+    theirs, storage = buffer.getvalue(), NewStorage("bfloat16", 6)
+    more[5] = Global("torch", "bfloat16")
+    mine = {"z": new_tensor("float32", (0, 3)), "f": new_tensor("float8_e4m3fn", (2,)), "u": new_tensor("uint16", ())}
+    root = OrderedDict([("a.b", NewTensor(storage, (2, 3))), ("c", {"x": [1], "y": [NewTensor(storage, (3,), 3), *more], **mine})])
+    found = written(root)
+    assert len(found) == len(theirs)
+    one, other = (zipfile.ZipFile(io.BytesIO(data)) for data in (found, theirs))
+    assert [i.filename for i in one.infolist()] == [i.filename for i in other.infolist()]
+    assert one.read("archive/data.pkl") == other.read("archive/data.pkl")
+    different = {i for i, (a, b) in enumerate(zip(found, theirs, strict=True)) if a != b}
+    allowed: set[int] = set()
+    for info in other.infolist():  # where checksums stand, and the id
+        begin = theirs.rindex(info.filename.encode(), 0, other.start_dir) + len(info.filename)
+        stop = begin + theirs[begin:].index(b"PK\x01\x02" if info.filename.endswith("_id") else b"PK\x03\x04")
+        allowed |= set(range(stop - 12, stop - 8))
+        entry = theirs.index(info.filename.encode(), other.start_dir) - 46
+        allowed |= set(range(entry + 16, entry + 20))
+        allowed |= set(range(stop - 56, stop - 16)) if info.filename.endswith("_id") else set()
+    assert different <= allowed
+
+
+def test_torch_loads_what_is_laid_out_and_zipfile_misses_the_checksums_of_storages() -> None:
+    torch = pytest.importorskip("torch")
+    storage, values = NewStorage("float32", 6), np.arange(6, dtype=np.float32)
+    root = {"whole": NewTensor(storage, (2, 3)), "end": NewTensor(storage, (2,), 4), "n": new_tensor("int64", ())}
+    data = written(root, {"0": values.tobytes(), "1": np.int64(7).tobytes()})
+    found = torch.load(io.BytesIO(data), weights_only=True)
+    assert found["whole"].tolist() == values.reshape(2, 3).tolist()
+    assert found["end"].tolist() == [4.0, 5.0]
+    assert found["end"].untyped_storage().data_ptr() == found["whole"].untyped_storage().data_ptr()
+    assert found["n"].item() == 7
+    assert zipfile.ZipFile(io.BytesIO(data)).testzip() == "archive/data/0"
+    assert zipfile.ZipFile(io.BytesIO(data)).read("archive/byteorder") == b"little"
+
+
+def test_torch_and_meshload_load_a_laid_out_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    many = (1 << 30) + 3
+    parts, size = laid_out([new_tensor("float32", (5,)), new_tensor("float32", (many,)), new_tensor("float32", (7,))])
+    file = tmp_path / "x.pt"
+    with file.open("wb") as out:  # with holes
+        for at, data in parts:
+            out.seek(at)
+            out.write(data)
+        out.truncate(size)
+        out.seek(parts[2][0] - 4)  # the last element of the large one
+        out.write(np.float32(3).tobytes())
+    found = torch.load(file, weights_only=True, mmap=True)
+    assert [t.shape[0] for t in found] == [5, many, 7]
+    assert found[1][-1].item() == 3
+    assert float(meshload.open(file)["1"][many - 1 :].__array__()[0]) == 3
+
+
+def test_a_view_beyond_its_storage_is_refused() -> None:
+    with pytest.raises(meshload.LayoutError, match=r"shape \(2, 3\) at element 1 of a storage of 6"):
+        laid_out(NewTensor(NewStorage("float32", 6), (2, 3), 1))
+
+
+def test_a_pickle_is_what_python_reads() -> None:
+    shared = ["x"]
+    value = {"a": shared, "b": shared, "c": Call(Global("builtins", "complex"), (1, 2)), "n": [-1, 255, 256, -(1 << 70), 1 << 63]}
+    for protocol in (2, 4):
+        found = pickle.loads(pickled(value, protocol))
+        assert found == {**value, "c": 1 + 2j}
+        assert found["a"] is found["b"]
+    found = pickle.loads(pickled(Instance(Global("argparse", "Namespace"), {"x": 1, "y": [None, "é" * 200]}), 4))
+    assert vars(found) == {"x": 1, "y": [None, "é" * 200]}
+    with pytest.raises(TypeError, match="set"):
+        pickled({1})
+
+
+# --- DCP --------------------------------------------------------------------------------------------------------------
+
+
+def loaded_by_dcp(folder: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Load arrays by torch's own loader, and return their bits."""
+    torch = pytest.importorskip("torch")
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    tensors = {n: torch.zeros(a.shape, dtype=getattr(torch, a.dtype.name)) for n, a in arrays.items()}
+    checkpoint.load(tensors, checkpoint_id=folder, no_dist=True)
+    return {n: t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in tensors.items()}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_dcp_gives_back_what_it_was_made_of(tmp_path: Path, family: str, mesh: str | None) -> None:
+    dtype = "bfloat16" if family == "llama" else "float32"
+    there = check_round_trip(tmp_path, family, "dcp", mesh, dtype)
+    ranks = {None: 1, "tp=2": 2, "pp=2,tp=2": 4}[mesh]
+    assert sorted(f.name for f in (tmp_path / "there").glob("*.distcp")) == [f"__{r}_0.distcp" for r in range(ranks)]
+    assert there.meta["unlisted"] == ()
+    found = loaded_by_dcp(tmp_path / "there", there)
+    assert found == {n: np.asarray(a).tobytes() for n, a in there.items()}
+
+
+def test_dcp_stores_each_box_once_in_the_file_of_the_lowest_rank(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", "llama")
+    meshload.convert(src, tmp_path / "dcp", to="dcp", mesh="dp=2,tp=2")
+    metadata = pickle.loads((tmp_path / "dcp/.metadata").read_bytes())  # by torch's own classes
+    name = "model.layers.0.self_attn.o_proj.weight"
+    chunks = metadata.state_dict_metadata[name].chunks
+    assert [(tuple(c.offsets), tuple(c.sizes)) for c in chunks] == [((0, 0), (16, 8)), ((0, 8), (16, 8))]
+    places = {tuple(i.offset): info.relative_path for i, info in metadata.storage_data.items() if i.fqn == name}
+    assert places == {(0, 0): "__0_0.distcp", (0, 8): "__1_0.distcp"}
+    assert metadata.planner_data[name] == (name,)
+    sizes = {f.name: f.stat().st_size for f in (tmp_path / "dcp").glob("*.distcp")}
+    assert set(sizes) == {"__0_0.distcp", "__1_0.distcp"}
+
+
+def test_dcp_cuts_what_a_layout_cuts_and_fsdp_rows(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", "llama")
+    meshload.convert(src, tmp_path / "dcp", to="dcp", mesh="dp=3,tp=2", layout=Layout.default(dp="cut"))
+    assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 6
+    expected, found = meshload.open(src), meshload.open(tmp_path / "dcp")
+    assert [n for n in expected if not same_bits(found[n], expected[n])] == []
+
+
+def test_boxes_that_are_no_tiling_are_stored_whole() -> None:
+    whole = Box((0,), (4,))
+    assert chunks_of((4,), [(2, Box((0,), (3,))), (1, Box((2,), (2,)))]) == [(1, whole)]  # they overlap
+    assert chunks_of((4,), [(1, Box((0,), (3,)))]) == [(1, whole)]  # one element is held by nobody
+    assert chunks_of((), []) == [(0, Box((), ()))]
+
+
+def test_dcp_of_every_dtype_and_shape_is_read_by_torch(tmp_path: Path) -> None:
+    import ml_dtypes
+
+    kinds = [np.float64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int64, np.uint8, np.bool_, np.uint16]
+    arrays = {f"{np.dtype(k).name}": ramp(str(k), (3, 5), k) for k in kinds}
+    arrays |= {"none": np.zeros((0, 4), np.float32), "scalar": np.float32(2.5).reshape(())}
+    src = write_checkpoint(tmp_path / "src", arrays)
+    meshload.convert(src, tmp_path / "dcp", to="dcp")
+    found = meshload.open(tmp_path / "dcp")
+    assert {n: same_bits(found[n], a) for n, a in arrays.items()} == dict.fromkeys(arrays, True)
+    assert loaded_by_dcp(tmp_path / "dcp", found) == {n: a.tobytes() for n, a in arrays.items()}
+
+
+def test_dcp_under_torchtitans_names(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", "llama")
+    meshload.convert(src, tmp_path / "dcp", to="dcp", names="torchtitan")
+    found = meshload.open(tmp_path / "dcp")
+    assert "layers.0.attention.qkv_linear.wq.weight" in found
+    expected, back = meshload.open(src), found.with_names("hf")
+    assert [n for n in expected if not same_bits(back[n], expected[n])] == []
+
+
+# --- boxes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "names"), [("llama", "megatron"), ("mixtral", "hf")])
+def test_the_box_of_a_slice_says_where_it_lies(tmp_path: Path, family: str, names: str) -> None:
+    checkpoint = meshload.open(source(tmp_path / "src", family, num_hidden_layers=2))
+    shown = checkpoint.with_names(names)
+    for mesh, layout in (
+        ("pp=2,tp=2", None),
+        ("dp=3", Layout.default(dp="cut")),
+        ("tp=4", Layout.default(pad={"vocab": 8})),
+        ("tp=1", None),
+    ):
+        plan = meshload.plan(checkpoint, mesh=mesh, rank="all", names=names, layout=layout)
+        for rank in sorted({t.rank for t in plan.targets}):
+            restored = meshload.restore(checkpoint, mesh=mesh, rank=rank, names=names, layout=layout, into="numpy")
+            for target in (t for t in plan.targets if t.rank == rank and t.box is not None):
+                at = tuple(slice(a, b) for a, b in zip(target.box.start, target.box.stop, strict=True))
+                held = restored[target.name][tuple(slice(n) for n in target.box.shape)]
+                assert same_bits(held, np.asarray(shown[target.name])[at]), (target.name, rank, mesh)
+                assert target.box.size == target.filled
+        boxed = {t.name for t in plan.targets if t.box is not None}
+        assert {n for n in shown if "linear_fc1.weight" not in n and "linear_qkv" not in n} <= boxed
