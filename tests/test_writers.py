@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -50,12 +52,10 @@ MESHES = (None, "tp=2", "pp=2,tp=2")
 
 def source(folder: Path, family: str, dtype: str = "float32", **config: Any) -> Path:
     """Write a Hugging Face checkpoint of a family, whose values tell their places."""
-    from meshload.frameworks import framework_of
-
     told = {**CONFIGS[family], **config}
     model = model_of("hf", told)
     assert model is not None
-    kind = framework_of("numpy").dtype(dtype)
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     arrays = {name: ramp(name, model.whole_shape(line), kind) for name, line, _ in model.arrays() if name not in model.ties}
     return write_checkpoint(folder, arrays, told, shards=2)
 
@@ -226,8 +226,6 @@ def test_boxes_that_are_no_tiling_are_stored_whole() -> None:
 
 
 def test_dcp_of_every_dtype_and_shape_is_read_by_torch(tmp_path: Path) -> None:
-    import ml_dtypes
-
     kinds = [np.float64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.int64, np.uint8, np.bool_, np.uint16]
     arrays = {f"{np.dtype(k).name}": ramp(str(k), (3, 5), k) for k in kinds}
     arrays |= {"none": np.zeros((0, 4), np.float32), "scalar": np.float32(2.5).reshape(())}
@@ -245,6 +243,35 @@ def test_dcp_under_torchtitans_names(tmp_path: Path) -> None:
     assert "layers.0.attention.qkv_linear.wq.weight" in found
     expected, back = meshload.open(src), found.with_names("hf")
     assert [n for n in expected if not same_bits(back[n], expected[n])] == []
+
+
+# --- FlexGen ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_flexgen_gives_back_what_it_was_made_of(tmp_path: Path, mesh: str | None) -> None:
+    there = check_round_trip(tmp_path, "opt", "flexgen", mesh, "float16")
+    folder = tmp_path / "there"
+    for name, array in there.items():
+        assert same_bits(np.load(folder / name), array)
+        assert (folder / name).read_bytes()[6:8] == b"\x01\x00"
+    golden = Path(__file__).parent / "golden/flexgen/opt_tiny_fp16/opt-tiny-np"
+    kinds = {re.sub(r"\d+", "N", f.name) for f in golden.iterdir()}
+    assert {re.sub(r"\d+", "N", f.name) for f in folder.iterdir()} == (kinds | {"config.json"}) - {"lm_head.weight"}
+
+
+def test_flexgen_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(meshload.LayoutError, match="flexgen"):
+        meshload.convert(source(tmp_path / "llama", "llama"), tmp_path / "out", to="flexgen")
+    src = source(tmp_path / "opt", "opt", ffn_dim=48)
+    with pytest.raises(meshload.LayoutError, match="ffn_dim 64; here is ffn_dim 48"):
+        meshload.convert(src, tmp_path / "out", to="flexgen")
+    src = source(tmp_path / "bf16", "opt", "bfloat16")
+    with pytest.raises(meshload.LayoutError, match=r"no dtype bfloat16; give dtype='float16'"):
+        meshload.convert(src, tmp_path / "out", to="flexgen")
+    assert not (tmp_path / "out").exists()
+    meshload.convert(src, tmp_path / "out", to="flexgen", dtype="float16")
+    assert np.load(tmp_path / "out/decoder.embed_tokens.weight").dtype == np.float16
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------

@@ -13,10 +13,15 @@ There is no config, no index and no mark of completeness; the shapes are all tha
 FlexGen takes whatever file is there, so an interrupted conversion leaves empty or short ones that it trusts; here such a file
 is named. What some layers have is missed in the others. A `config.json` in the folder, which FlexGen does not write, is read
 too.
+
+**Written** are models as FlexGen runs them, others are refused: OPT with norms before, ReLU, all biases, `ffn_dim` four times the
+hidden size, a tied head. FlexGen expects float16 (`dtype="float16"`), and finds the folder by its name, the model's with `-np`
+behind it. `lm_head.weight` is left out, since FlexGen never reads it.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections import defaultdict
@@ -30,8 +35,10 @@ import numpy as np
 from meshload.array import Array, stored_whole
 from meshload.box import Shape
 from meshload.checkpoint import Checkpoint, Problem
-from meshload.errors import FormatError, MeshloadError, SourceError, listing
-from meshload.source import ByteSource, Folder, read_bytes
+from meshload.errors import FormatError, LayoutError, MeshloadError, SourceError, listing
+from meshload.formats import Parts
+from meshload.source import ByteSource, Folder, LocalFolder, read_bytes
+from meshload.writing import lay_out
 
 from .._json import parsed
 
@@ -62,6 +69,8 @@ PARAMETER = re.compile(
     r"\.(?P<rest>(?:self_attn\.(?:q|k|v|out)_proj|self_attn_layer_norm|fc1|fc2|final_layer_norm)\.(?:weight|bias))"
 )
 
+HEAD = "lm_head.weight"
+
 ENDS = ("decoder.embed_tokens.weight", "decoder.embed_positions.weight", "decoder.layer_norm.weight", "decoder.layer_norm.bias")
 """What each model has besides layers; FlexGen itself reads the tokens' embedding in place of `lm_head.weight`."""
 
@@ -72,6 +81,7 @@ class FlexGen:
 
     name: str = field(default="flexgen", init=False)
     order: int = field(default=38, init=False)
+    naming: str = field(default="flexgen", init=False)
 
     def matches(self, folder: Folder) -> bool:
         """Say whether files have the names of OPT's parameters, and begin as NumPy's do or are empty."""
@@ -100,16 +110,59 @@ class FlexGen:
         missing = _missing({*arrays, *unavailable})
         problems += [Problem(text, array=file, file=file) for file, text in missing.items()]
         config, more = _config(folder, arrays, {*arrays, *unavailable})
-        tied = "lm_head.weight" not in arrays and ENDS[0] in arrays and "lm_head.weight" not in unavailable
+        tied = HEAD not in arrays and ENDS[0] in arrays and HEAD not in unavailable
         return Checkpoint(
             arrays,
             self.name,
-            aliases={"lm_head.weight": ENDS[0]} if tied else {},
+            aliases={HEAD: ENDS[0]} if tied else {},
             meta={"files": tuple(files), "unlisted": tuple(unlisted)},
             config=config,
             unavailable={**missing, **unavailable},
             problems=(*problems, *more),
         )
+
+    def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
+        """Lay out one file per array, whole, however the mesh cuts it."""
+        _check_runnable(like.config or {})
+        for name, array in like.arrays.items():
+            if not PARAMETER.fullmatch(name):
+                raise LayoutError(f"{name}: FlexGen has no place for it; it runs OPT alone")
+            head = _head(array)
+            lay_out(folder, name, head, len(head) + array.nbytes)
+
+    def commit(self, folder: LocalFolder) -> None:
+        """Do nothing: the format has no marker."""
+
+
+def _check_runnable(config: Mapping[str, Any]) -> None:
+    """Raise where a model's config says what FlexGen's code does not compute."""
+    hidden = config.get("hidden_size")
+    expected = {
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "enable_bias": True,
+        "layer_norm_elementwise_affine": True,
+        "tie_word_embeddings": True,
+        "word_embed_proj_dim": hidden,
+        "ffn_dim": 4 * hidden if type(hidden) is int else None,
+    }
+    other = {key: config[key] for key, value in expected.items() if config.get(key, value) != value}
+    if other:
+        raise LayoutError(
+            f"config: FlexGen runs OPT with {listing(f'{key} {expected[key]!r}' for key in other)}; here is "
+            f"{listing(f'{key} {value!r}' for key, value in other.items())}"
+        )
+
+
+def _head(array: Array) -> bytes:
+    """Return what stands in front of an array's elements in a file of `numpy.save`, version 1.0."""
+    dtype = np.dtype(array.dtype)
+    if array.stored is not None or dtype.isbuiltin != 1:
+        raise LayoutError(f"{array.name}: NumPy's files have no dtype {array.stored or dtype.name}; give dtype='float16'")
+    out = io.BytesIO()
+    described = {"descr": dtype.newbyteorder("<").str, "fortran_order": False, "shape": array.shape}
+    np.lib.format.write_array_header_1_0(out, described)
+    return out.getvalue()
 
 
 def _missing(names: set[str]) -> dict[str, str]:
