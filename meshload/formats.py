@@ -106,8 +106,11 @@ class Indexer(Format, Protocol):
         the files' own folder, and not one of links. A model's `config` is written too.
         """
 
-    def indexed(self, folder: Folder) -> Sequence[str]:
-        """Return the names of the files of an index in a folder, as `index` returned them, links included; else nothing."""
+    def indexed(self, folder: LocalFolder, *, beside: bool) -> Sequence[str]:
+        """Return the names of what an index in a folder consists of, links too, the last one last; nothing where there is none.
+
+        They may be deleted: nothing else may be among them, whatever was put into the folder.
+        """
 
     def stale(self, folder: Folder) -> list[Problem]:
         """Say which files have changed since the index in a folder, if there is one, was made."""

@@ -25,7 +25,7 @@ from .formats import Format, Grid, Indexer, installed
 from .loading import open
 from .pieces import Ints, Pieces
 from .source import LocalFile, LocalFolder, open_folder
-from .writing import Located, link, move_in, prepare, prepare_within, publish
+from .writing import Located, discarding, link, move_in, prepare, prepare_within, publish
 
 CHUNK = 4 << 20
 """Bytes of a chunk, at most, where an array can be cut at all: what a reader takes for one element."""
@@ -98,17 +98,18 @@ def index(
         why = listing(f"{n}: {reason}" for n, reason in left_out.items()) or "it has none"
         raise LayoutError(f"{folder.name}: none of its arrays can be shown by {indexer.name}: {why}")
 
-    replaced = indexer.indexed(LocalFolder(target)) if target.is_dir() else ()
+    replaced = indexer.indexed(LocalFolder(target), beside=beside) if target.is_dir() else ()
     staging = prepare_within(target) if beside or replaced else prepare(target, resume=False)
-    written = indexer.index(staging, grids, places, beside=beside, config=None if beside else shown.config)
-    nbytes = sum((staging.path / file).stat().st_size for file in written)
-    links = [] if beside else list(places.values())
-    for path, file in places.items() if links else ():
-        link(staging, file, path)
-    if beside or replaced:
-        move_in(staging, target, [*links, *written], replaced)
-    else:
-        publish(staging, target)
+    with discarding(staging):
+        written = indexer.index(staging, grids, places, beside=beside, config=None if beside else shown.config)
+        nbytes = sum((staging.path / file).stat().st_size for file in written)
+        links = {} if beside else places
+        for path, file in links.items():
+            link(staging, file, path)
+        if beside or replaced:
+            move_in(staging, target, [*links.values(), *written], replaced)
+        else:
+            publish(staging, target)
     return Index(target, indexer.name, tuple(g.array.name for g in grids), left_out, sum(g.array.nbytes for g in grids), nbytes)
 
 

@@ -613,6 +613,16 @@ def prepare_within(folder: Path) -> LocalFolder:
     return LocalFolder(staging)
 
 
+@contextmanager
+def discarding(staging: LocalFolder) -> Iterator[None]:
+    """Remove a folder that is written into where that fails."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(staging.path, ignore_errors=True)
+        raise
+
+
 def link(folder: LocalFolder, file: str, path: Path) -> None:
     """Make a link to a file."""
     place = folder.path / file

@@ -515,8 +515,32 @@ def test_files_of_others_are_never_replaced(file: str, tmp_path: Path) -> None:
     before = state(source)
     with pytest.raises((LayoutError, FormatError), match=rf"{file}.*(exist already|damaged)"):
         meshload.index(source)
-    shutil.rmtree(source / ".index.meshload-unfinished", ignore_errors=True)
     assert state(source) == before
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside", "links"])
+def test_a_hostile_record_deletes_nothing(beside: bool, tmp_path: Path) -> None:
+    source = copied(LLAMA / "checkpoint", tmp_path / "source")
+    victims = ["config.json", "model-00001-of-00003.safetensors", "../outside", "files/../config.json", "files/mine"]
+    (tmp_path / "outside").write_text("mine")
+    (source / "files").mkdir()
+    (source / "files" / "mine").write_text("mine")
+    record = {
+        "version": 1,
+        "beside": beside,
+        "files": {name: [1, 1] for name in victims},
+        "written": [*victims, "meshload_index.json"],
+    }
+    (source / "meshload_index.json").write_text(json.dumps(record))
+    before = state(tmp_path)
+    if beside:
+        assert unlike(meshload.index(source), meshload.open(source)) == []
+        before = {file: at for file, at in before.items() if not file.endswith("meshload_index.json")}
+    else:
+        with pytest.raises(LayoutError, match=r"meshload_index.json exist already"):
+            meshload.index(source)
+    after = state(tmp_path)
+    assert {file: at for file, at in after.items() if file in before} == before
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
@@ -525,6 +549,7 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="exists already"):
         meshload.index(LLAMA / "checkpoint", tmp_path / "index")
     assert os.listdir(tmp_path / "index") == ["mine"]
+    assert os.listdir(tmp_path) == ["index"]
 
 
 def test_a_replacement_that_fails_leaves_no_half_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

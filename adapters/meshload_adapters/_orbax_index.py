@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,9 @@ from ._orbax_files import commit, tree_of, zarr2
 
 RECORD = "meshload_index.json"
 MANIFEST = "manifest.ocdbt"
+ALWAYS = (RECORD, "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", MANIFEST)
+"""In the order of writing, but for the nodes, which come second."""
+NODES = re.compile(r"index\.[0-9a-f]{16}\.ocdbt")
 VERSION = 1
 LIMIT = 64 << 20
 """A hundred thousand files take about a fifth of this."""
@@ -74,7 +78,7 @@ def write_index(
     if config is not None:
         put(folder, "config.json", json.dumps(dict(config), indent=2).encode() + b"\n")
         more = ["config.json"]
-    written = [RECORD, nodes, "_METADATA", "_CHECKPOINT_METADATA", "commit_success.txt", *more, MANIFEST]
+    written = [RECORD, nodes, *more, *ALWAYS[1:]]
     files = {file.path: file for grid in grids for file in grid.files}
     said = {
         "version": VERSION,
@@ -136,12 +140,21 @@ def is_beside(folder: Folder, names: Sequence[str]) -> bool:
     return record is not None and bool(record["beside"])
 
 
-def indexed(folder: Folder) -> list[str]:
-    """Return the files of the index in a folder, and its links."""
+def indexed(folder: LocalFolder, *, beside: bool) -> list[str]:
+    """Return the files of the index in a folder, and its links; nothing where it is of the other kind.
+
+    They are going to be replaced, so what the record says is believed of no file but ours.
+    """
     record = _record(folder)
-    if record is None:
+    if record is None or record["beside"] != beside:
         return []
-    return [*(() if record["beside"] else record["files"]), *record["written"]]
+    allowed = {*ALWAYS, *(() if beside else ("config.json",))}
+    links = [] if beside else [name for name in record["files"] if _is_link(folder, name)]
+    return [*links, *(name for name in record["written"] if name in allowed or NODES.fullmatch(name))]
+
+
+def _is_link(folder: LocalFolder, name: str) -> bool:
+    return name.startswith("files/") and ".." not in name.split("/") and (folder.path / name).is_symlink()
 
 
 def stale(folder: Folder) -> list[Problem]:

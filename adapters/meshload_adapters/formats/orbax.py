@@ -167,9 +167,9 @@ class Orbax:
         """Write a virtual checkpoint, whose chunks lie in files of another format."""
         return write_index(folder, grids, places, beside=beside, config=config)
 
-    def indexed(self, folder: Folder) -> list[str]:
+    def indexed(self, folder: LocalFolder, *, beside: bool) -> list[str]:
         """Return the files of a virtual checkpoint."""
-        return indexed(folder)
+        return indexed(folder, beside=beside)
 
     def stale(self, folder: Folder) -> list[Problem]:
         """Say which files a virtual checkpoint shows that have changed since."""
