@@ -104,6 +104,13 @@ class Model:
             )
         return self.sizes[dim]
 
+    @cached_property
+    def lacking(self) -> tuple[str, ...]:
+        """The dims that all its layers have and whose sizes the config does not tell."""
+        lines = [x for x in self.table.lines if not x.optional and not set(needed(x.condition or "0")) & set(x.counted)]
+        dims = {d for line in lines for part in line.parts for d in (*line.counted, *self.pattern(line).dims_of(part))}
+        return tuple(sorted(d for d in dims if "/" not in d and d not in self.sizes))
+
     def holds(self, line: Line, index: Sequence[int]) -> bool:
         """Say whether the model has a line's array at these counted dims."""
         if line.only is not None and tuple(index) not in line.only:

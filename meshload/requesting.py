@@ -56,7 +56,7 @@ def view_of(checkpoint: Checkpoint, names: str | None, wishes: Mapping[str, Wish
         shown_names = checkpoint.with_names(names)
         naming = naming_of(shown_names.arrays, checkpoint.config)
         model = model_of(naming, checkpoint.config, names=shown_names.arrays) if naming else None
-        if model is None:
+        if model is None or model.lacking:
             return View(shown_names, None, None, None)
         return View(shown_names, model, model, tied(model, take_apart(model, all_names(shown_names, model))))
     source = model_in(checkpoint)
@@ -402,7 +402,10 @@ def _stored_name(view: View, name: str) -> str:
 
 
 def missing_arrays(checkpoint: Checkpoint) -> list[str]:
-    """Return the names that the model's config asks for and the checkpoint does not hold; none where no table fits."""
+    """Return the names that the config asks for and the checkpoint does not hold; none where no table fits, or sizes lack."""
+    source = model_in(checkpoint)
+    if source is None or source.lacking:
+        return []
     view = view_of(checkpoint, None, None)
     if view.target is None or view.inventory is None:
         return []
@@ -420,11 +423,15 @@ def model_in(checkpoint: Checkpoint) -> Model | None:
 def no_table(checkpoint: Checkpoint, naming: str) -> str:
     family = family_of(checkpoint.config)
     example = next(iter(checkpoint), "model.norm.weight")
+    model = model_in(checkpoint)
     damaged = next((p.text for p in checkpoint.problems if p.file == "config.json"), None)
     if checkpoint.config is None and damaged:
         why = damaged
     elif checkpoint.config is None:
         why = "there is no config.json beside the arrays, so the model family is not known; give it with config="
+    elif model is not None and model.lacking:
+        sizes = listing(model.table.needs(dim) for dim in model.lacking)
+        why = f"{model.family} ({model.naming}): the size of {sizes} is not in the config; give it in config="
     elif family is None:
         why = "the config has no model_type; give it with config="
     else:

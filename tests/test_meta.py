@@ -191,7 +191,12 @@ def test_a_vocabulary_that_the_tokenizer_decides_is_asked_for(tmp_path: Path) ->
     write(tmp_path, as_meta(weights), {**META, "vocab_size": -1})
     with pytest.raises(LayoutError, match=r"vocab \(vocab_size\) is not in the config.*config="):
         meshload.open(tmp_path).with_names("hf")
+    with pytest.raises(LayoutError, match=r"vocab \(vocab_size\) is not in the config.*config="):
+        meshload.restore(tmp_path, mesh="tp=2", rank=0, names="native")
+    assert set(meshload.restore(tmp_path, names="native", into="numpy")) == {*as_meta(weights), "rope.freqs"}
+    assert meshload.check(tmp_path).ok
     assert same(meshload.open(tmp_path, config={"vocab_size": 40}).with_names("hf"), weights)
+    assert meshload.plan(tmp_path, config={"vocab_size": 40}, mesh={}).unexpected == ()
     with pytest.raises(LayoutError, match="num_hidden_layers is 3 and 4"):
         meshload.open(tmp_path, config={"vocab_size": 40, "num_hidden_layers": 4})
 
