@@ -1,16 +1,29 @@
-"""Exchange is how the processes of one call act together: they tell each other what they hold, and fail together."""
+"""Exchange is how the processes of one call act together: they share reads, tell each other what they hold, and fail together."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .errors import SourceError
 from .frameworks import Group, installed
+from .pieces import Ints
+from .planning import Plan
+from .reading import read
+from .scheduling import Copies, compacted
+from .sharing import SLAB, Shared, share_out
+from .source import Bytes, ByteSource, ChunkedSource, Source
 
 T = TypeVar("T")
+
+COLUMNS = ("source", "offset", "strides", "target", "target_offset", "target_strides", "shape", "itemsize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +35,9 @@ class Alone:
 
     def gather(self, data: bytes) -> list[bytes]:
         return [data]
+
+    def swap(self, parts: Sequence[NDArray[np.uint8]], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+        return list(parts)
 
 
 def running() -> Group:
@@ -51,3 +67,138 @@ def together(group: Group, action: Callable[[], T], *, only: int | None = None) 
         if text is not None:
             raise SourceError(f"rank {rank} failed, so nothing was published: {text}")
     return result
+
+
+# --- sharing reads ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """How the reads of a plan are shared out between the processes that each have one."""
+
+    group: Group
+    mine: Copies
+    """This process's copies, compact."""
+    first: int
+    """The number of the first of them, among those of all."""
+    sources: Sequence[Source | None]
+    """Those of all processes; None where this one has no part in it."""
+    shared: Shared
+    budget: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read once between all."""
+        return self.shared.nbytes
+
+
+def exchange_of(plan: Plan, group: Group) -> Exchange:
+    """Tell the other processes what this one reads, and share it out; all call it, each with its own plan."""
+    mine = compacted(plan.copies)
+    told = [_unpacked(data) for data in group.gather(_packed(mine))]
+    own = dict(zip(_keys(mine.sources), mine.sources, strict=True))
+    keys = list(dict.fromkeys(key for of_rank, _ in told for key in of_rank))
+    number = {key: n for n, key in enumerate(keys)}
+    once = [all(of_rank.count(key) <= 1 for of_rank, _ in told) for key in keys]
+    places = tuple(_Place(*key) for key in keys)
+    tables = []
+    for rank, (of_rank, columns) in enumerate(told):
+        renumber = np.asarray([number[key] for key in of_rank], np.int64)
+        source = renumber[columns["source"]] if len(renumber) else columns["source"]
+        target = np.full(len(source), rank, np.int64)
+        tables.append(Copies(places, **{**columns, "source": source, "target": target}))
+    budget = max(1, plan.max_bytes // 4)
+    shared = share_out(Copies.union(tables), slab=min(SLAB, budget), shareable=once)
+    first = sum(len(columns["source"]) for _, columns in told[: group.rank])
+    return Exchange(group, mine, first, [own.get(key) for key in keys], shared, budget)
+
+
+def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *, progress: Any = None) -> None:
+    """Fill buffers as `read` does; what several processes want is read once between them. Where one fails all raise."""
+    group, shared = exchange.group, exchange.shared
+    alone = shared.alone[exchange.first : exchange.first + len(exchange.mine)]
+    together(group, lambda: read(replace(plan, copies=exchange.mine.take(alone)), buffers, progress=progress))
+    for slabs, parts in shared.rounds(group.size, exchange.budget):
+        sent = together(group, lambda slabs=slabs, parts=parts: _sent(exchange, slabs, parts))  # type: ignore[misc]
+        taken = parts[shared.parts.target[parts] == group.rank]
+        sizes = shared.parts.sizes[taken] * shared.parts.itemsize[taken]
+        by_rank = shared.slabs[shared.slab[taken], 3]
+        found = group.swap(sent or [], [int(sizes[by_rank == rank].sum()) for rank in range(group.size)])
+        for rank, data in enumerate(found):
+            _place(exchange, taken[by_rank == rank], data, buffers)
+
+
+def _sent(exchange: Exchange, slabs: Ints, parts: Ints) -> list[Bytes]:
+    """Read this process's slabs, and return what goes to each process, part by part, row-major."""
+    shared = exchange.shared
+    mine = slabs[shared.slabs[slabs, 3] == exchange.group.rank]
+    with ThreadPoolExecutor(4, thread_name_prefix="meshload") as pool:
+        held = dict(zip(mine.tolist(), pool.map(lambda n: _read(exchange, n), mine.tolist()), strict=True))
+    of_mine = parts[np.isin(shared.slab[parts], mine)]
+    sizes = shared.parts.sizes * shared.parts.itemsize
+    found = []
+    for rank in range(exchange.group.size):
+        rows = of_mine[shared.parts.target[of_mine] == rank]
+        data, at = np.empty(int(sizes[rows].sum()), np.uint8), 0
+        for row in rows.tolist():
+            n = int(shared.slab[row])
+            here = _view(shared.parts, row, held[n], int(shared.parts.offset[row]) - int(shared.slabs[n, 1]), shared.parts.strides)
+            data[at : at + here.nbytes].view(here.dtype).reshape(here.shape)[...] = here
+            at += here.nbytes
+        found.append(data)
+    return found
+
+
+def _read(exchange: Exchange, n: int) -> Bytes:
+    number, start, length, _ = exchange.shared.slabs[n].tolist()
+    source = exchange.sources[number]
+    assert source is not None, "a slab is read by a rank that wants some of it"
+    if source.unit != 1:
+        (chunk,) = cast(ChunkedSource, source).read_chunks([start // source.unit])
+        return np.asarray(chunk.reshape(-1).view(np.uint8))
+    widest = int(exchange.shared.parts.itemsize.max(initial=1))
+    memory = np.empty(min(length + widest - 1, source.size - start), np.uint8)  # an element may straddle the slab's end
+    cast(ByteSource, source).read_into(start, memory)
+    return memory
+
+
+def _place(exchange: Exchange, rows: Ints, data: Bytes, buffers: Mapping[int, Bytes]) -> None:
+    """Put what one process gave where it belongs."""
+    parts, at = exchange.shared.parts, 0
+    for row in rows.tolist():
+        target = int(exchange.mine.target[int(exchange.shared.row[row]) - exchange.first])
+        there = _view(parts, row, buffers[target], int(parts.target_offset[row]), parts.target_strides)
+        there[...] = data[at : at + there.nbytes].view(there.dtype).reshape(there.shape)
+        at += there.nbytes
+
+
+def _view(parts: Copies, row: int, memory: Bytes, offset: int, strides: Ints) -> NDArray[Any]:
+    itemsize = int(parts.itemsize[row])
+    word = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype((np.void, itemsize))
+    return np.ndarray(tuple(parts.shape[row].tolist()), word, memory, offset, tuple(strides[row].tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A source as all processes know it."""
+
+    name: str
+    size: int
+    unit: int
+
+
+def _keys(sources: Sequence[Source]) -> list[tuple[str, int, int]]:
+    return [(s.name, int(s.size), int(s.unit)) for s in sources]
+
+
+def _packed(copies: Copies) -> bytes:
+    out = io.BytesIO()
+    keys = np.frombuffer(json.dumps(_keys(copies.sources)).encode(), np.uint8)
+    np.savez(out, keys=keys, **{column: getattr(copies, column) for column in COLUMNS})
+    return out.getvalue()
+
+
+def _unpacked(data: bytes) -> tuple[list[tuple[str, int, int]], dict[str, Ints]]:
+    with np.load(io.BytesIO(data), allow_pickle=False) as found:
+        keys = [(str(name), int(size), int(unit)) for name, size, unit in json.loads(found["keys"].tobytes())]
+        return keys, {column: np.asarray(found[column]) for column in COLUMNS}

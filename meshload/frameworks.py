@@ -40,6 +40,9 @@ class Group(Protocol):
     def gather(self, data: bytes) -> list[bytes]:
         """Return what each process gave, by rank."""
 
+    def swap(self, parts: Sequence[NDArray[np.uint8]], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Give each process its part, and return what each gave this one, of the sizes that are known."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:

@@ -173,6 +173,59 @@ def check_an_existing_target_stops_all(world: World) -> None:
     world.compare(world.out / "tp")
 
 
+def check_shared_reads_give_the_same_and_read_once(world: World) -> None:
+    import meshload.exchange as exchange
+
+    payload = sum(values.nbytes for values in world.golden.values())
+    group = exchange.running()
+    for source in (world.path, world.out / "converted"):
+        for mesh in ("tp=4", "dp=4", "pp=2,tp=2", "dp=2,tp=2"):
+            alone = meshload.restore(source, mesh=mesh, exchange=False)
+            together = meshload.restore(source, mesh=mesh, exchange=True)
+            assert list(alone) == list(together)
+            for name, tensor in alone.items():
+                assert torch.equal(tensor.view(torch.int16), together[name].view(torch.int16)), (mesh, name)
+            shared = exchange.exchange_of(meshload.plan(source, mesh=mesh), group)
+            rest = shared.mine.take(shared.shared.alone[shared.first : shared.first + len(shared.mine)]).nbytes
+            read = shared.nbytes + sum(exchange.shared(group, rest))
+            most = payload * (1 if source == world.path else 1.01)  # the last chunk of a dim may be short
+            assert payload * 0.99 < read <= most, (source, mesh, read, payload)
+
+
+def check_a_small_ceiling_takes_more_rounds(world: World) -> None:
+    alone = meshload.restore(world.path, mesh="tp=4", exchange=False)
+    together = meshload.restore(world.path, mesh="tp=4", exchange=True, max_bytes=1 << 14)
+    assert all(torch.equal(alone[name].view(torch.int16), together[name].view(torch.int16)) for name in alone)
+
+
+def check_all_fail_where_one_cannot_read(world: World) -> None:
+    from meshload.source import LocalFile
+
+    read_into = LocalFile.read_into
+    if world.rank == 2:
+
+        def torn(self: Any, start: int, out: Any) -> None:
+            if len(out) < 64 or start < 10_000:
+                read_into(self, start, out)
+                return
+            raise meshload.SourceError(f"{self.name}: the cable was pulled")
+
+        LocalFile.read_into = torn  # type: ignore[method-assign]
+    try:
+        with pytest.raises(meshload.SourceError, match="the cable was pulled"):
+            meshload.restore(world.path, mesh="dp=4", exchange=True)
+    finally:
+        LocalFile.read_into = read_into  # type: ignore[method-assign]
+
+
+def check_what_one_rank_lacks_all_are_told(world: World) -> None:
+    like = meshload.restore(world.path, mesh="tp=4")
+    if world.rank == 1:
+        like["model.not.there"] = torch.zeros(2)
+    with pytest.raises((meshload.MissingArray, meshload.SourceError), match=r"model\.not\.there"):
+        meshload.restore(world.path, mesh="tp=4", like=like, exchange=True)
+
+
 def main(path: str, out: str) -> None:
     distributed.init_process_group("gloo")
     warnings.simplefilter("ignore")

@@ -18,7 +18,7 @@ MODULES = sorted(p.stem for p in CORE.glob("*.py") if p.stem not in ("__init__",
 ORDER = [
     *("errors", "box", "digests", "expression", "pieces", "array", "source"),
     *("mesh", "layout", "pattern", "checkpoint"),
-    *("scheduling", "planning", "reading", "writing"),
+    *("scheduling", "sharing", "planning", "reading", "writing"),
     *("formats", "frameworks", "exchange"),
     *("quantised", "naming", "wanting"),
     *("ranks", "requesting"),

@@ -145,6 +145,13 @@ class _Processes:
         found = np.asarray(multihost_utils.process_allgather(padded)).reshape(self.size, -1)
         return [row.tobytes()[: int(n)] for row, n in zip(found, lengths, strict=True)]
 
+    def swap(self, parts: Sequence[NDArray[np.uint8]], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Give each process its part: all parts go to all, since JAX has no other way for bytes of main memory."""
+        lengths = [np.frombuffer(told, np.int64) for told in self.gather(np.asarray([len(p) for p in parts], np.int64).tobytes())]
+        given = self.gather(np.concatenate([*parts, np.zeros(0, np.uint8)]).tobytes())
+        starts = [int(told[: self.rank].sum()) for told in lengths]
+        return [np.frombuffer(data, np.uint8)[at : at + n] for data, at, n in zip(given, starts, sizes, strict=True)]
+
 
 def _put(values: Sequence[Any], devices: Sequence[Any]) -> list[Any]:
     """Return arrays on devices, all at once; device memory is filled while others are read."""

@@ -159,7 +159,7 @@ class _Processes:
         import torch
         import torch.distributed as dist
 
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        device = self._device()
         mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
         lengths = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(lengths, mine)
@@ -170,6 +170,24 @@ class _Processes:
         found = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(self.size)]
         dist.all_gather(found, padded.to(device))
         return [t.cpu().numpy().tobytes()[: int(n)] for t, n in zip(found, lengths, strict=True)]
+
+    def swap(self, parts: Sequence[NDArray[np.uint8]], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
+        """Give each process its part, by one collective."""
+        import torch
+        import torch.distributed as dist
+
+        device = self._device()
+        sent = torch.from_numpy(np.concatenate([*parts, np.zeros(0, np.uint8)])).to(device)
+        taken = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(taken, sent, list(sizes), [len(part) for part in parts])
+        return list(np.split(taken.cpu().numpy(), np.cumsum(sizes)[:-1]))
+
+    def _device(self) -> Any:
+        """Return where the group's tensors lie: NCCL takes none of main memory."""
+        import torch
+        import torch.distributed as dist
+
+        return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
 
 
 # --- tensors and dtypes -----------------------------------------------------------------------------------------------
