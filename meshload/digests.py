@@ -65,7 +65,10 @@ class Entry:
 def _itemsize(dtype: str) -> int:
     import ml_dtypes
 
-    return int(np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize)
+    found = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    if found.hasobject or found.name != dtype:
+        raise TypeError(f"{dtype!r} is no dtype of numbers")
+    return int(found.itemsize)
 
 
 @dataclass(frozen=True)
