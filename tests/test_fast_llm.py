@@ -8,6 +8,7 @@ import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import tensorstore
 
 import meshload
-from meshload import FormatError, LayoutError, MeshloadError, MeshloadWarning
+from meshload import FormatError, Layout, LayoutError, MeshloadError, MeshloadWarning
 from meshload.errors import MissingArray, MissingPieces
 from meshload.formats import installed
 from meshload.pattern import Table, parse_table, refined
@@ -41,7 +42,7 @@ GOLDEN = HERE / "golden" / "fast_llm"
 SHARED = HERE.parent.parent / "shared" / "fixtures"
 LAYOUTS = sorted(d.name for d in (GOLDEN / "layouts").iterdir())
 TRAINED = ("llama_tp2_sdp2_stp", "qwen2_tied_pp2_dp2", "qwen2_tied_tp2")
-MESHES = ("tp=2", "pp=2", "tp=2,pp=2", "dp=2", "tp=2,pp=3,dp=2")
+MESHES = ("tp=2", "pp=2", "tp=2,pp=2", "dp=3", "pp=2,tp=2,dp=2")
 
 Values = Any
 EMBEDDING, HEAD = "embeddings.word_embeddings_weight", "head.output_weights"
@@ -194,7 +195,7 @@ def as_hugging_face(params: Mapping[str, Values], experts: int = 0) -> dict[str,
     return found
 
 
-SHOWN = ("qwen2_tied_pp2_dp2", "llama_tp2_sdp2_stp", "layouts/mixtral_tp2_pp2_dp2", "layouts/llama_frozen_pp3_dp2")
+SHOWN = ("layouts/mixtral_tp2_pp2_dp2", "layouts/llama_frozen_pp3_dp2")
 
 
 @pytest.mark.parametrize("name", [*SHOWN, "layouts/mixtral_before_june_2026"])
@@ -203,27 +204,34 @@ def test_other_ranks_get_what_they_get_of_the_hugging_face_files(name: str, tmp_
     checkpoint = meshload.open(path, format=decay_of(name))
     params = {n: np.asarray(a) for n, a in checkpoint.items()}
     experts = 3 if "mixtral" in name else 0
-    twin = write_checkpoint(tmp_path / "hf", as_hugging_face(params, experts), checkpoint.config)
+    twin = meshload.open(write_checkpoint(tmp_path / "hf", as_hugging_face(params, experts), checkpoint.config))
+    layout = Layout.default(dp="cut")
     assert set(checkpoint.with_names("hf")) == set(as_hugging_face(params, experts))
     for mesh in MESHES:
         count = int(np.prod([int(axis.partition("=")[2]) for axis in mesh.split(",")]))
         for rank in range(count):
-            found = meshload.restore(checkpoint, mesh=mesh, rank=rank, into="numpy")
-            expected = meshload.restore(twin, mesh=mesh, rank=rank, into="numpy")
+            found = meshload.restore(checkpoint, mesh=mesh, rank=rank, into="numpy", layout=layout)
+            expected = meshload.restore(twin, mesh=mesh, rank=rank, into="numpy", layout=layout)
             assert set(found) == set(expected)
             assert [n for n in expected if not same_bits(found[n], expected[n])] == []
 
 
-def test_moments_are_cut_like_their_weights(tmp_path: Path) -> None:
-    checkpoint = meshload.open(GOLDEN / "qwen2_tied_pp2_dp2" / "distributed")
-    truth = golden("qwen2_tied_pp2_dp2")
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", TRAINED)
+def test_moments_are_cut_like_their_weights(name: str, mesh: str, tmp_path: Path) -> None:
+    checkpoint = meshload.open(fixture(name) / "distributed")
+    truth, layout = golden(name), Layout.default(dp="cut")
+    files = {}
     for state, kind in KINDS.items():
         params = {k.rpartition("/")[0]: v for k, v in truth.items() if k.endswith(f"/{state}")}
-        twin = write_checkpoint(tmp_path / kind, as_hugging_face(params), checkpoint.config)
-        for rank in range(4):
-            found = meshload.restore(checkpoint, mesh="tp=2,pp=2", rank=rank, into="numpy", optimizer=True)
-            expected = meshload.restore(twin, mesh="tp=2,pp=2", rank=rank, into="numpy")
-            assert [n for n in expected if not same_bits(found[f"optimizer.{kind}.{n}"], expected[n])] == []
+        files[kind] = meshload.open(write_checkpoint(tmp_path / kind, as_hugging_face(params), checkpoint.config))
+    twin = replace(files["master"], optimizer={kind: dict(of) for kind, of in files.items()})
+    for rank in range(int(np.prod([int(axis.partition("=")[2]) for axis in mesh.split(",")]))):
+        found, expected = (
+            meshload.restore(c, mesh=mesh, rank=rank, into="numpy", optimizer=True, layout=layout) for c in (checkpoint, twin)
+        )
+        assert set(found) == set(expected)
+        assert [n for n in expected if not same_bits(found[n], expected[n])] == []
 
 
 def local(name: str, w: Values, tp: int, rank: int, experts: int) -> Values:

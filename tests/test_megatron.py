@@ -10,6 +10,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def as_hugging_face(params: Mapping[str, Values], config: Mapping[str, Any], *, 
 
 def meshes(name: str) -> list[str]:
     more = ["ep=2", "tp=2,ep=2"] if "moe" in name else ["tp=4"]
-    return ["tp=1", "tp=2", "pp=2", "tp=2,pp=2", *more]
+    return ["tp=1", "tp=2", "pp=2", "tp=2,pp=2", "dp=3", "pp=2,tp=2,dp=2", *more]
 
 
 def assert_same(one: Mapping[str, Values], other: Mapping[str, Values]) -> None:
@@ -167,29 +168,21 @@ def assert_same(one: Mapping[str, Values], other: Mapping[str, Values]) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_restores_are_those_of_the_same_model_in_hugging_face_files(name: str, tmp_path: Path) -> None:
+def test_weights_and_moments_are_those_of_the_same_model_in_hugging_face_files(name: str, tmp_path: Path) -> None:
     told = {"model_type": FAMILIES[name]}
     checkpoint = meshload.open(fixture(name), config=told)
     config = {**told, **dict(checkpoint.config or {})}
-    plain = write_checkpoint(tmp_path, as_hugging_face(golden(name), config, moe="block_sparse_moe"), config)
+    files = {}
+    for kind in ("param", *checkpoint.optimizer):
+        arrays = golden(name, "fp32" if kind == "master" else kind) or golden(name)
+        of = as_hugging_face(arrays, config, moe="block_sparse_moe")
+        files[kind] = meshload.open(write_checkpoint(tmp_path / kind, of, config))
+    assert {"param", "exp_avg", "exp_avg_sq"} <= set(files)
+    twin = replace(files.pop("param"), optimizer={kind: dict(of) for kind, of in files.items()})
     for mesh in meshes(name):
         for rank in range(math.prod(int(axis[3:]) for axis in mesh.split(","))):
-            assert_same(restored(checkpoint, mesh=mesh, rank=rank), restored(plain, mesh=mesh, rank=rank))
-    for rank in range(4):
-        cut = {"mesh": "dp=2,tp=2", "rank": rank, "layout": Layout.default(dp="cut")}
-        assert_same(restored(checkpoint, **cut), restored(plain, **cut))
-
-
-@pytest.mark.parametrize("name", ["legacy-tp2-dp2-bf16-distopt", "td-tp2-dp2-fp32-distopt-dpre-qwen2", "td-ep2-fp32-moe"])
-def test_moments_are_restored_like_their_weights(name: str) -> None:
-    checkpoint = meshload.open(fixture(name), config={"model_type": FAMILIES[name]})
-    config = dict(checkpoint.config or {})
-    expected = as_hugging_face(golden(name, "exp_avg"), config, moe="block_sparse_moe")
-    found = restored(checkpoint, optimizer=True)
-    moments = {n.removeprefix("optimizer.exp_avg."): v for n, v in found.items() if n.startswith("optimizer.exp_avg.")}
-    if config["tie_word_embeddings"]:
-        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-    assert_same(moments, expected)
+            here: dict[str, Any] = {"mesh": mesh, "rank": rank, "layout": Layout.default(dp="cut")}
+            assert_same(restored(checkpoint, optimizer=True, **here), restored(twin, optimizer=True, **here))
 
 
 def test_b22_a_ranks_native_tensors_are_those_of_its_own_file() -> None:
@@ -214,6 +207,38 @@ def test_no_byte_is_read_twice(name: str) -> None:
     assert plan.read_bytes < 1.2 * plan.wanted_bytes + (1 << 17)
     restored(checkpoint, layout="replicated", merge_gap=0)
     assert log.nbytes == plan.wanted_bytes or name.startswith("td")
+
+
+@pytest.mark.parametrize("name", ["legacy-tp2-pp2-fp32", "legacy-tp2-dp2-bf16-distopt", "td-tp2-dp2-fp32-distopt-dpre-qwen2"])
+def test_a_rank_that_wants_an_eighth_reads_an_eighth(name: str) -> None:
+    """Over all ranks each byte is read once, weights and moments; rows that do not divide make the last rank's part smaller."""
+    whole = meshload.open(fixture(name))
+    kinds = [whole.arrays, *whole.optimizer.values()]
+    rows = [-(-a.shape[0] // 8) * a.nbytes // a.shape[0] for arrays in kinds for a in arrays.values()]
+    total = sum(a.nbytes for arrays in kinds for a in arrays.values())
+    read = 0
+    for rank in range(8):
+        checkpoint, log = counted(whole)
+        options: dict[str, Any] = {"mesh": "dp=8", "rank": rank, "layout": {"*": ("dp",)}, "optimizer": True, "merge_gap": 0}
+        made = meshload.plan(checkpoint, **options)
+        restored(checkpoint, **options)
+        assert log.nbytes == made.read_bytes == made.wanted_bytes <= sum(rows)
+        read += log.nbytes
+    assert read == total
+    assert sum(rows) < 1.2 * total / 8
+
+
+def test_files_are_not_read_whole(tmp_path: Path) -> None:
+    large = {f"decoder.layers.{i}.mlp.linear_fc2.weight": ramp(f"{i}", (256, 512)) for i in range(2)}
+    ranks = {f"mp_rank_{t:02}": {"model": {n: w[:, 256 * t : 256 * (t + 1)] for n, w in large.items()}} for t in range(2)}
+    root = write_legacy(tmp_path, ranks, {**ARGS, "tensor_model_parallel_size": 2})
+    folder = CountedFolder(open_folder(root))
+    checkpoint = Megatron().open(folder)
+    assert 0 < folder.log.nbytes < sum(file.stat().st_size for file in root.rglob("*.pt")) / 20
+    before = folder.log.nbytes
+    name = next(iter(large))
+    assert same_bits(checkpoint[name][7], large[name][7])
+    assert folder.log.nbytes - before == 512 * 4
 
 
 # --- stored names -----------------------------------------------------------------------------------------------------
