@@ -123,15 +123,20 @@ class Draft:
         together(group, make, only=0)
 
     def pairs(self, view: Checkpoint) -> list[tuple[Array, Array]]:
-        """Return the arrays that are laid out, each with the one that fills it."""
+        """Return the arrays that are laid out, each with the one that fills it; further rows, which pad, stay zeros."""
         made = self.writer.open(self.staging).arrays
+        found = []
         for name, array in self.like.arrays.items():
-            found = made.get(name)
-            if found is None or (found.shape, found.dtype) != (array.shape, array.dtype):
+            one = made.get(name)
+            if one is not None and one.ndim and one.ndim == array.ndim and one.shape[0] > array.shape[0]:
+                one = one[: array.shape[0]]
+            if one is None or (one.shape, one.dtype) != (array.shape, array.dtype):
+                came = repr(made.get(name))
                 raise LayoutError(
-                    f"{name}: {array.dtype.name} {array.shape} cannot be laid out by {self.writer.name}: {found!r} came of it"
+                    f"{name}: {array.dtype.name} {array.shape} cannot be laid out by {self.writer.name}: {came} came of it"
                 )
-        return [(made[name], view.arrays[name]) for name in self.like.arrays]
+            found.append((one, view.arrays[name]))
+        return found
 
     def finish(self, group: Group, move: Callable[[], None]) -> None:
         """Let each process move its share; then one gives the folder its name. Where one fails all do, and soon."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import pickle
@@ -24,6 +25,7 @@ from meshload_adapters._distcp_files import chunks_of
 from meshload_adapters._pickle import Global
 from meshload_adapters._pickle_writer import Call, Instance, pickled
 from meshload_adapters._torch_writer import NewStorage, NewTensor, laid_out, new_tensor
+from meshload_adapters.formats.megatron import Megatron
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -272,6 +274,136 @@ def test_flexgen_of_another_model_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     meshload.convert(src, tmp_path / "out", to="flexgen", dtype="float16")
     assert np.load(tmp_path / "out/decoder.embed_tokens.weight").dtype == np.float16
+
+
+# --- Megatron ---------------------------------------------------------------------------------------------------------
+
+RANK_MESHES = (*MESHES, "dp=2,tp=2")
+
+
+def rank_file(folder: Path, rank: str) -> dict[str, Any]:
+    """Load a rank's file by torch, with nothing allowed but what is needed."""
+    torch = pytest.importorskip("torch")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        found: dict[str, Any] = torch.load(folder / f"release/{rank}/model_optim_rng.pt", weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("mesh", RANK_MESHES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "gpt_neox"])
+def test_megatron_gives_back_what_it_was_made_of(tmp_path: Path, family: str, mesh: str | None) -> None:
+    there = check_round_trip(tmp_path, family, "megatron", mesh, "bfloat16" if family == "llama" else "float32")
+    count = {None: (1, 1), "tp=2": (2, 1), "pp=2,tp=2": (2, 2), "dp=2,tp=2": (2, 1)}[mesh]
+    assert (there.meta["mesh"]["tp"], there.meta["mesh"]["pp"]) == count
+    assert len(list((tmp_path / "there").glob("release/*/model_optim_rng.pt"))) == count[0] * count[1]
+    assert (tmp_path / "there/latest_checkpointed_iteration.txt").read_text() == "release"
+
+
+def test_megatrons_ranks_hold_their_heads_and_their_halves(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", "llama")
+    meshload.convert(src, tmp_path / "out", to="megatron", mesh="pp=2,tp=2")
+    hf = {n: np.asarray(a) for n, a in meshload.open(src).items()}
+    for p in range(2):
+        for t in range(2):
+            model = rank_file(tmp_path / "out", f"mp_rank_{t:02d}_{p:03d}")["model"]
+            for i in range(2):
+                at, to = f"model.layers.{2 * p + i}.", f"decoder.layers.{i}."
+                q, k, v = (hf[f"{at}self_attn.{x}_proj.weight"].reshape(2, -1, 16)[t] for x in "qkv")
+                assert np.array_equal(model[f"{to}self_attention.linear_qkv.weight"], np.concatenate([q, k, v]))
+                gate, up = (hf[f"{at}mlp.{x}_proj.weight"][6 * t : 6 * t + 6] for x in ("gate", "up"))
+                assert np.array_equal(model[f"{to}mlp.linear_fc1.weight"], np.concatenate([gate, up]))
+                assert np.array_equal(model[f"{to}mlp.linear_fc2.weight"], hf[f"{at}mlp.down_proj.weight"][:, 6 * t : 6 * t + 6])
+                o = hf[f"{at}self_attn.o_proj.weight"][:, 8 * t : 8 * t + 8]
+                assert np.array_equal(model[f"{to}self_attention.linear_proj.weight"], o)
+                assert np.array_equal(model[f"{to}input_layernorm.weight"], hf[f"{at}input_layernorm.weight"])
+            ends = {n for n in model if ".layers." not in n}
+            first, last = {"embedding.word_embeddings.weight"}, {"decoder.final_layernorm.weight", "output_layer.weight"}
+            assert ends == (last if p else first)
+
+
+def test_megatrons_args_say_what_the_model_is(tmp_path: Path) -> None:
+    meshload.convert(source(tmp_path / "src", "qwen2"), tmp_path / "out", to="megatron", mesh="pp=2,tp=2")
+    found = rank_file(tmp_path / "out", "mp_rank_01_001")
+    args = found["args"]
+    assert found["checkpoint_version"] == 3.0
+    assert (args.num_layers, args.hidden_size, args.ffn_hidden_size, args.num_attention_heads) == (4, 16, 12, 4)
+    assert (args.group_query_attention, args.num_query_groups, args.kv_channels) == (True, 2, 4)
+    assert (args.swiglu, args.normalization, args.add_bias_linear, args.add_qkv_bias) == (True, "RMSNorm", False, True)
+    assert (args.untie_embeddings_and_output_weights, args.position_embedding_type, args.rotary_base) == (False, "rope", 1000000)
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (2, 2)
+    assert (args.vocab_size, args.padded_vocab_size, args.make_vocab_size_divisible_by) == (26, 26, 1)
+    assert str(args.params_dtype) == "torch.float32"
+
+
+def test_b08_each_stage_of_a_pipeline_gets_its_own_layers(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", "llama")
+    meshload.convert(src, tmp_path / "out", to="megatron", mesh="pp=2")
+    hf = meshload.open(src)
+    for p in range(2):
+        model = rank_file(tmp_path / "out", f"mp_rank_00_{p:03d}")["model"]
+        for i in range(2):
+            expected = np.asarray(hf[f"model.layers.{2 * p + i}.mlp.down_proj.weight"])
+            assert np.array_equal(model[f"decoder.layers.{i}.mlp.linear_fc2.weight"], expected)
+
+
+def test_b14_a_tied_head_is_copied_to_the_last_stage(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", "qwen2")
+    meshload.convert(src, tmp_path / "out", to="megatron", mesh="pp=2")
+    first, last = (rank_file(tmp_path / "out", f"mp_rank_00_{p:03d}")["model"] for p in range(2))
+    expected = np.asarray(meshload.open(src)["model.embed_tokens.weight"])
+    assert np.array_equal(first["embedding.word_embeddings.weight"], expected)
+    assert np.array_equal(last["output_layer.weight"], expected)
+    assert "output_layer.weight" not in first
+    assert "embedding.word_embeddings.weight" not in last
+    meshload.convert(src, tmp_path / "one", to="megatron")
+    assert "output_layer.weight" not in rank_file(tmp_path / "one", "mp_rank_00")["model"]
+
+
+def test_b26_a_vocabulary_that_does_not_divide_is_padded_with_zeros_and_cut_again(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", "llama", vocab_size=13, num_key_value_heads=4)
+    meshload.convert(src, tmp_path / "out", to="megatron", mesh="tp=4")
+    expected = np.asarray(meshload.open(src)["model.embed_tokens.weight"])
+    last = rank_file(tmp_path / "out", "mp_rank_03")
+    assert last["args"].padded_vocab_size == 16
+    assert np.array_equal(last["model"]["embedding.word_embeddings.weight"][0], expected[12])
+    assert not last["model"]["embedding.word_embeddings.weight"][1:].any()
+    meshload.convert(tmp_path / "out", tmp_path / "back", to="hf", config=src)
+    assert same_bits(meshload.open(tmp_path / "back")["model.embed_tokens.weight"], expected)
+    padded = Layout.default(pad={"vocab": 4})
+    mine = meshload.restore(tmp_path / "back", mesh="tp=4", rank=3, layout=padded, into="numpy")["model.embed_tokens.weight"]
+    assert np.array_equal(mine, [expected[12], *np.zeros((3, 16))])
+
+
+def test_megatrons_virtual_stages_take_turns(tmp_path: Path) -> None:
+    there = check_round_trip(tmp_path, "qwen2", Megatron(virtual=2), "pp=2,tp=2")
+    assert "decoder.layers.3.mlp.linear_fc2.weight" in there
+    file = rank_file(tmp_path / "there", "mp_rank_00_001")
+    hf = meshload.open(tmp_path / "src")
+    for v in range(2):
+        expected = np.asarray(hf[f"model.layers.{2 * v + 1}.input_layernorm.weight"])
+        assert np.array_equal(file[f"model{v}"]["decoder.layers.0.input_layernorm.weight"], expected)
+    assert "output_layer.weight" in file["model1"]
+    assert "output_layer.weight" not in file["model0"]
+    assert file["args"].num_layers_per_virtual_pipeline_stage == 1
+
+
+def test_megatrons_expert_ranks_hold_their_experts_and_all_else(tmp_path: Path) -> None:
+    check_round_trip(tmp_path, "mixtral", "megatron", "ep=2,tp=2")
+    hf = meshload.open(tmp_path / "src")
+    model = rank_file(tmp_path / "there", "mp_rank_00_001")["model"]
+    expected = np.asarray(hf["model.layers.1.block_sparse_moe.experts.2.w2.weight"])[:, :6]
+    assert np.array_equal(model["decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight"], expected)
+    assert "decoder.layers.1.self_attention.linear_proj.weight" in model
+
+
+def test_what_megatron_cannot_cut_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", "llama")
+    for mesh, why in (("pp=3", "4 layers over 3 chunks"), ("tp=3", "2 kv heads over tp=3")):
+        with pytest.raises(meshload.LayoutError, match=why):
+            meshload.convert(src, tmp_path / "out", to="megatron", mesh=mesh)
+    with pytest.raises(meshload.LayoutError, match="model_type is None"):
+        meshload.convert(write_checkpoint(tmp_path / "x", {"w": np.zeros(3)}), tmp_path / "out", to="megatron")
+    assert not (tmp_path / "out").exists()
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ refused; the reason is in `unavailable["optimizer.states"]`.
 Source: https://github.com/NVIDIA/Megatron-LM, `megatron/training/checkpointing.py`, `megatron/core/optimizer`. Tried with
 megatron-core 0.13 and 0.16. Not read, and told in the same place: `layer_wise_optimizer_*.pt`, and `optim.pt` of old releases,
 beside `model_rng.pt` or in a folder `mp_rank_{TT}_{PPP}_{DDD}` of each data-parallel rank.
+
+Written are weights, for a mesh with the axes `tp`, `pp` and `ep`, and `args` with what Megatron takes from a checkpoint; all ranks
+have equally many layers, and rows of zeros make the vocabulary a multiple of tp. Load it without optimizer and random state.
 """
 
 from __future__ import annotations
@@ -36,10 +39,12 @@ from typing import Any
 from meshload.array import Array
 from meshload.checkpoint import Checkpoint
 from meshload.errors import FormatError, LayoutError
-from meshload.source import Folder
+from meshload.formats import Parts
+from meshload.source import Folder, LocalFolder
 
 from .._megatron import CORE, MODEL_FILES, REFUSED, UNFINISHED, Save, config_of, find_save, layers_of, number, plain, shown
 from .._megatron_buffers import Refused
+from .._megatron_files import Degrees, lay_out_ranks
 from .._megatron_ranks import COPY, Mesh, Rank, placed, read_ranks
 from .._megatron_shards import EMBEDDING, HEAD, Fusion, Joined, Shard, grouped, misgated, taken_apart
 from .._megatron_states import Model, groups_of, moments_of, shard_of
@@ -48,7 +53,7 @@ from .._torch_file import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Megatron:
-    """The legacy format of Megatron-LM; the options say what `args` do not."""
+    """The legacy format of Megatron-LM; the options say what `args` do not, or how it is to be written."""
 
     gated: bool | None = None
     """Whether `linear_fc1` is a gate over an up projection, where `args` have no `swiglu`."""
@@ -56,14 +61,21 @@ class Megatron:
     """Rows of gate and of up that take turns in the experts' `linear_fc1`, or in each where there are no experts."""
     qkv_order: str | None = None
     """`grouped` or `concatenated` (all queries, keys, values of a rank), where `checkpoint_version` does not tell the truth."""
+    virtual: int = 1
+    """When writing: into how many chunks of layers a pipeline rank's layers are cut."""
+    iteration: int | None = None
+    """When writing: the iteration's number; by default `release`, for which Megatron asks for no optimizer and no random state."""
     name: str = field(default="megatron", init=False)
     order: int = field(default=35, init=False)
+    naming: str = field(default="megatron", init=False)
 
     def __post_init__(self) -> None:
         if self.qkv_order not in (None, "grouped", "concatenated"):
             raise LayoutError(f"qkv_order={self.qkv_order!r}: 'grouped' or 'concatenated' was expected")
         if self.glu_interleave is not None and (type(self.glu_interleave) is not int or self.glu_interleave < 1):
             raise LayoutError(f"glu_interleave={self.glu_interleave!r}: a number of rows was expected")
+        if type(self.virtual) is not int or self.virtual < 1:
+            raise LayoutError(f"virtual={self.virtual!r}: a number of chunks was expected")
 
     def matches(self, folder: Folder) -> bool:
         """Say whether a folder has rank folders with models in it, or a tracker that names one that has."""
@@ -96,6 +108,13 @@ class Megatron:
             problems=tuple(problems),
             views=views,
         )
+
+    def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
+        """Lay out a file for each place on the mesh's axes `tp`, `pp` and `ep`; along others, ranks hold the same."""
+        lay_out_ranks(folder, like.arrays, like.config, Degrees.of(parts.mesh, self.virtual), self.iteration)
+
+    def commit(self, folder: LocalFolder) -> None:
+        """Do nothing: the tracker, written when a save is complete, stands in the folder that now gets its name."""
 
     def _fusions(self, ranks: Sequence[Rank], args: Mapping[str, Any]) -> tuple[Fusion, Fusion]:
         """Return how ranks lay out what they fuse: outside experts, and in experts."""

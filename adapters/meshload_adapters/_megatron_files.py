@@ -1,0 +1,265 @@
+"""New Megatron checkpoints: the `args` that say what the model is, and the ranks' files of the legacy format, without payload."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshload.array import Array
+from meshload.box import Shape
+from meshload.errors import LayoutError, listing
+from meshload.mesh import Mesh
+from meshload.naming import Model, model_of
+from meshload.source import LocalFolder
+from meshload.writing import lay_out, put
+
+from ._megatron import TRACKER
+from ._megatron_shards import COLUMNS, EMBEDDING, GATED, HEAD, QKV, ROWS, UNKNOWN, Name, taken_apart
+from ._pickle import Global
+from ._pickle_writer import Instance
+from ._torch_writer import NewTensor, dtype_of, laid_out, new_tensor
+
+MULTIPLE = 128
+"""To a multiple of this, per rank, Megatron pads the vocabulary unless it is told another."""
+
+VERSION = 3.0
+
+PLAIN = ("gpt2", "gpt_neox")
+"""Families with LayerNorm, biases everywhere, and no gate; the others have RMSNorm and a gate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Over how many ranks a model is cut, and into how many chunks of layers a stage."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    virtual: int = 1
+
+    @staticmethod
+    def of(mesh: Mesh, virtual: int = 1) -> Degrees:
+        """Return those of a mesh with axes of these names; others hold copies."""
+        sizes = {axis: mesh.size_of(axis) if axis in mesh else 1 for axis in ("tp", "pp", "ep")}
+        return Degrees(**sizes, virtual=virtual)
+
+
+def model_for(config: Mapping[str, Any] | None) -> Model:
+    """Return the model that a config means, under Megatron's names."""
+    model = model_of("megatron", config)
+    if model is None:
+        kind = (config or {}).get("model_type")
+        raise LayoutError(f"Megatron's args need a config of a family with Megatron's names; model_type is {kind!r}; give config=")
+    return model
+
+
+# --- args -------------------------------------------------------------------------------------------------------------
+
+
+def arguments_of(model: Model, degrees: Degrees, dtype: str, *, vocabulary: int | None = None) -> Instance:
+    """Return `args` with what Megatron takes from a checkpoint; `vocabulary`: with its padding."""
+    config, sizes = model.config, model.sizes
+    heads, groups, head = sizes["kv_heads"] * sizes["group"], sizes["kv_heads"], sizes["head_dim"]
+    vocab, padded = sizes["vocab"], vocabulary or sizes["vocab"]
+    experts = sizes.get("expert")
+    is_gpt = model.family in PLAIN
+    learned = model.family == "gpt2"
+    linear_bias = is_gpt or bool(config.get("attention_bias") or config.get("mlp_bias"))
+    if not is_gpt and bool(config.get("attention_bias")) != bool(config.get("mlp_bias")) and not experts:
+        raise LayoutError(
+            f"config: attention_bias is {config.get('attention_bias')!r}, mlp_bias {config.get('mlp_bias')!r}; Megatron's "
+            f"add_bias_linear gives biases to both or to neither"
+        )
+    positions = _first(config, "max_position_embeddings", "n_positions") or sizes.get("positions")
+    rope = config.get("rope_parameters")
+    theta = (rope.get("rope_theta") if isinstance(rope, Mapping) else None) or _first(config, "rope_theta", "rotary_emb_base")
+    partial = (rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None) or config.get("rotary_pct")
+    eps = _first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    found: dict[str, Any] = {
+        "num_layers": sizes["layer"],
+        "encoder_num_layers": sizes["layer"],
+        "hidden_size": sizes["embed"],
+        "ffn_hidden_size": sizes.get("ffn", sizes.get("moe_ffn")),
+        "num_attention_heads": heads,
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups if groups != heads else 1,
+        "kv_channels": head,
+        "seq_length": positions,
+        "max_position_embeddings": positions,
+        "add_position_embedding": learned,
+        "position_embedding_type": "learned_absolute" if learned else "rope",
+        "use_rotary_position_embeddings": not learned,
+        "rotary_base": None if learned else _whole(theta or 10000),
+        "rotary_percent": float(partial or (0.25 if model.family == "gpt_neox" else 1.0)),
+        "rotary_interleaved": False,
+        "normalization": "LayerNorm" if is_gpt else "RMSNorm",
+        "norm_epsilon": eps if eps is not None else (1e-5 if is_gpt else 1e-6),
+        "apply_layernorm_1p": bool(config.get("apply_layernorm_1p")),
+        "swiglu": not is_gpt,
+        "openai_gelu": False,
+        "squared_relu": False,
+        "add_bias_linear": linear_bias,
+        "add_qkv_bias": linear_bias or model.family == "qwen2",
+        "qk_layernorm": model.family in ("qwen3", "qwen3_moe"),
+        "untie_embeddings_and_output_weights": not model.ties,
+        "vocab_size": vocab,
+        "padded_vocab_size": padded,
+        "make_vocab_size_divisible_by": math.gcd(MULTIPLE, padded // degrees.tp) if padded % degrees.tp == 0 else 1,
+        "tensor_model_parallel_size": degrees.tp,
+        "pipeline_model_parallel_size": degrees.pp,
+        "virtual_pipeline_model_parallel_size": degrees.virtual if degrees.virtual > 1 else None,
+        "num_layers_per_virtual_pipeline_stage": sizes["layer"] // degrees.pp // degrees.virtual if degrees.virtual > 1 else None,
+        "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False,
+        "account_for_loss_in_pipeline_split": False,
+        "pipeline_model_parallel_layout": None,
+        "expert_model_parallel_size": degrees.ep,
+        "expert_tensor_parallel_size": degrees.tp,
+        "num_experts": experts,
+        "moe_layer_freq": 1,
+        "moe_grouped_gemm": False,
+        "transformer_impl": "local",
+        "params_dtype": Global("torch", dtype),
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        "use_distributed_optimizer": False,
+        "sequence_parallel": False,
+        "data_parallel_random_init": False,
+        "tokenizer_type": None,
+        "iteration": 0,
+        "consumed_train_samples": 0,
+        "consumed_valid_samples": 0,
+    }
+    if experts:
+        found |= {
+            "moe_router_topk": _first(config, "num_experts_per_tok"),
+            "moe_ffn_hidden_size": sizes.get("moe_ffn", sizes.get("ffn")),
+            "moe_layer_freq": _frequency(model),
+        }
+    return Instance(Global("argparse", "Namespace"), found)
+
+
+def _first(config: Mapping[str, Any], *keys: str) -> Any:
+    return next((config[k] for k in keys if config.get(k) is not None), None)
+
+
+def _whole(number: float) -> int | float:
+    """Return a number as the whole one that it is; Megatron's rotary base is one."""
+    return int(number) if float(number).is_integer() else float(number)
+
+
+def _frequency(model: Model) -> int | list[int]:
+    """Return 1 where each layer has experts, else a list of 1 and 0."""
+    has = {int(m[1]) for name, _, _ in model.arrays() if (m := re.match(r"decoder\.layers\.(\d+)\.mlp\.router\.weight", name))}
+    layers = model.sizes["layer"]
+    return 1 if len(has) == layers else [int(i in has) for i in range(layers)]
+
+
+# --- the legacy format ------------------------------------------------------------------------------------------------
+
+
+def lay_out_ranks(
+    folder: LocalFolder, arrays: Mapping[str, Array], config: Mapping[str, Any] | None, degrees: Degrees, iteration: int | None
+) -> None:
+    """Make a save of weights, `release` where no iteration is given, as Megatron calls what comes out of a conversion."""
+    model = model_for(config)
+    dtypes = {dtype_of(array) for array in arrays.values()}
+    run = _Run(model, degrees, arrays)
+    run.check()
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    args = arguments_of(model, degrees, dtype, vocabulary=run.vocabulary)
+    name = "release" if iteration is None else f"iter_{iteration:07d}"
+    for t in range(degrees.tp):
+        for p in range(degrees.pp):
+            for e in range(degrees.ep):
+                root: dict[str, Any] = {"args": args, "checkpoint_version": VERSION, "iteration": iteration or 0}
+                chunks = [run.chunk(v, p, e) for v in range(degrees.virtual)]
+                root |= {"model": chunks[0]} if len(chunks) == 1 else {f"model{v}": chunk for v, chunk in enumerate(chunks)}
+                root["num_floating_point_operations_so_far"] = 0
+                rank = f"mp_rank_{t:02d}" + f"_{p:03d}" * (degrees.pp > 1) + f"_{e:03d}" * (degrees.ep > 1)
+                lay_out(folder, f"{name}/{rank}/model_optim_rng.pt", *laid_out(root))
+    put(folder, TRACKER, b"release" if iteration is None else str(iteration).encode())
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A full model's arrays, and over what they are cut."""
+
+    model: Model
+    degrees: Degrees
+    arrays: Mapping[str, Array]
+
+    @property
+    def vocabulary(self) -> int:
+        """The rows of the embedding, with as many more as make all ranks' parts alike."""
+        tp = self.degrees.tp
+        return -(-self.model.sizes["vocab"] // tp) * tp
+
+    @property
+    def layers(self) -> int:
+        """Layers in a chunk."""
+        return self.model.sizes["layer"] // (self.degrees.pp * self.degrees.virtual)
+
+    @property
+    def experts(self) -> int:
+        """Experts on a rank."""
+        return self.model.sizes.get("expert", 0) // self.degrees.ep
+
+    def check(self) -> None:
+        """Raise where Megatron cannot cut the model so."""
+        degrees, sizes = self.degrees, self.model.sizes
+        chunks = degrees.pp * degrees.virtual
+        if sizes["layer"] % chunks:
+            raise LayoutError(f"{sizes['layer']} layers over {chunks} chunks of pp={degrees.pp}: Megatron's have equally many")
+        if degrees.ep > 1 and (not self.experts or sizes["expert"] % degrees.ep):
+            raise LayoutError(f"{sizes.get('expert', 0)} experts over ep={degrees.ep}: Megatron's ranks have equally many")
+        groups = sizes["kv_heads"]
+        if groups % degrees.tp and degrees.tp % groups:
+            raise LayoutError(f"{groups} kv heads over tp={degrees.tp}: one must be a multiple of the other")
+        odd = [n for n in self.arrays if taken_apart(n).cut == UNKNOWN]
+        if odd:
+            raise LayoutError(f"how tensor-parallel ranks share {listing(odd)} is not known; Megatron has no such modules")
+
+    def chunk(self, v: int, p: int, e: int) -> OrderedDict[str, NewTensor]:
+        """Return the state dict of chunk `v` of pipeline rank `p` and expert rank `e`; any tensor rank's has these shapes."""
+        found = sorted(self._held(v, p, e), key=lambda item: item[0])
+        return OrderedDict((name, self._local(taken_apart(name), array)) for _, name, array in found)
+
+    def _held(self, v: int, p: int, e: int) -> Iterator[tuple[int, str, Array]]:
+        """Go through the arrays of a chunk, under its own names, each with its place in the order of modules."""
+        degrees = self.degrees
+        number, last = v * degrees.pp + p, degrees.pp * degrees.virtual - 1
+        for name, array in self.arrays.items():
+            apart = taken_apart(name)
+            if apart.layer is not None:
+                layer, expert = apart.layer - number * self.layers, (apart.expert or 0) - e * self.experts
+                if 0 <= layer < self.layers and (not apart.is_expert or 0 <= expert < self.experts):
+                    yield 1 + layer, apart.stem.format(layer=layer, expert=expert), array
+            elif name.startswith("embedding."):
+                if number == 0:
+                    yield 0, name, array
+                if name == EMBEDDING and number == last and number and HEAD not in self.arrays:
+                    yield 2 + self.layers, HEAD, array  # the tied head's copy, where the embedding is on another rank
+            elif number == last:
+                yield 1 + self.layers, name, array
+
+    def _local(self, name: Name, array: Array) -> NewTensor:
+        tp, shape = self.degrees.tp, array.shape
+        if name.stem in (EMBEDDING, HEAD):
+            shape = (self.vocabulary, *shape[1:])
+        dim = {ROWS: 0, GATED: 0, QKV: 0, COLUMNS: 1}.get(name.cut)
+        if dim is not None:
+            parts = 2 * tp if name.cut == GATED and tp > 1 and self.model.family not in PLAIN else tp
+            if shape[dim] % parts:
+                raise LayoutError(f"{array.name}: its shape is {array.shape}, dim {dim} is no multiple of {parts}, for tp={tp}")
+            shape = _replaced(shape, dim, shape[dim] // tp)
+        return new_tensor(dtype_of(array), shape)
+
+
+def _replaced(shape: Shape, dim: int, n: int) -> Shape:
+    return (*shape[:dim], n, *shape[dim + 1 :])
