@@ -420,7 +420,6 @@ def test_order_f_is_read_by_tensorstore(split: int, tmp_path: Path) -> None:
 
 
 def test_what_tensorstore_has_no_dtype_for_is_left_out_by_name(tmp_path: Path) -> None:
-    (tmp_path / "opt-np").mkdir()
     source = write_checkpoint(tmp_path / "source", {"w": ramp("w", (4,)), "x": ramp("x", (4,))})
     from meshload_adapters.formats.orbax import Orbax
 
