@@ -60,3 +60,22 @@ def test_orbax_without_converting_restores_a_folder_of_hugging_face(tmp_path: pa
     assert "model.layers.0.mlp.down_proj.weight (32, 48) PartitionSpec('devices',)" in [
         line.replace(" P(", " PartitionSpec(") for line in out
     ]
+
+
+def test_convert_goes_there_and_back() -> None:
+    pytest.importorskip("transformers")
+    out = run("examples/convert.py", "--mesh", "tp=4").splitlines()
+    assert out == ["21 arrays there and back, the same", "digests equal: True"]
+
+
+def test_convert_by_several_processes(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("torch")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    out = run(*launch, "examples/convert.py", QWEN, tmp_path, "--mesh", "tp=2").splitlines()
+    assert out == ["50 arrays there and back, the same", "digests equal: True"]
+
+
+def test_save_from_ranks_writes_one_checkpoint(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("torch")
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    assert run(*launch, "examples/save_from_ranks.py", tmp_path / "out") == "3 tensors, the same: True\n"
