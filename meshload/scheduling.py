@@ -1,16 +1,18 @@
 """A schedule turns a plan's copies into the reads that they take: which ranges, in which order, straight or through staging.
 
-Runs that are contiguous at both ends are read straight into their targets. Others are read in blocks through staging memory
-and cut there; runs whose gap is at most `merge_gap` share a read. Decoded chunks are read one at a time. The schedule is a
-value: its counts are those that the sources see.
+Runs that are contiguous at both ends go straight into their targets: long ones in requests of their own, shorter ones, such as
+the rows of a row-parallel weight, many at a time. Others are read in blocks through staging memory and cut there. Runs whose gap
+is at most `merge_gap` share a range of the source. Decoded chunks are read whole. The schedule is a value: its counts are those
+that the sources see.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +23,20 @@ from .source import Source
 
 REQUEST = 8 << 20
 """Reads of 2-16 MiB reach the rate of the page cache and of disks; smaller ones pay per call."""
-BLOCK = 4 << 20
-"""Runs that share a read are grouped up to this; small enough to stay near the caches while they are cut."""
+BLOCK = 2 << 20
+"""Runs that share a range are grouped up to this; small enough to stay near the caches while they are cut (1-2 MiB were best)."""
 SMALL_BLOCK = 256 << 10
 """Under a low ceiling, fewer threads come before smaller blocks than this."""
-STRAIGHT = 256 << 10
-"""A contiguous run of this length or more is read straight into its target."""
+LONG = 256 << 10
+"""A contiguous run of this length or more is a request of its own."""
+SHORT = 512
+"""A row of many shorter than this costs more to name to the kernel, some 20 ns, than to copy out of staging memory."""
+TASK = 2 << 20
+"""Shorter runs are handed to a thread together, up to this: handing each costs more than the read."""
 THREADS = 8
+"""Enough to keep a disk's queue filled; more than the cores, since reading waits."""
+NETWORK_THREADS = 32
+"""A request over a network takes some 20 to 100 ms, whatever its size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,29 +118,25 @@ def _wide(columns: Ints, ndim: int, value: int) -> Ints:
     return np.pad(columns, ((0, 0), (missing, 0)), constant_values=value) if missing else columns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Straight:
-    """One contiguous run, read into its target without staging."""
+    """Ranges of one source, ascending, whose runs go straight into their targets."""
 
     source: int
-    start: int
-    length: int
-    target: int
-    target_offset: int
+    ranges: Ints
+    """Rows of `Schedule.ranges`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Staged:
-    """One range read into staging memory; its `cuts` are copied from there."""
+    """Ranges of one source, each read into staging memory, from where its cuts are copied."""
 
     source: int
-    start: int
-    length: int
-    cuts: slice
-    """Rows of `Schedule.cuts`."""
+    ranges: Ints
+    """Rows of `Schedule.staged`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Chunk:
     """One decoded chunk; its `copies` are cut out of it."""
 
@@ -142,7 +147,16 @@ class Chunk:
     nbytes: int
 
 
-Read = Straight | Staged | Chunk
+@dataclass(frozen=True, slots=True, eq=False)
+class Decoded:
+    """Some chunks of one source, small ones together."""
+
+    source: int
+    chunks: tuple[Chunk, ...]
+
+
+Batch = Straight | Staged | Decoded
+"""What is handed to a thread at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +177,9 @@ class Schedule:
     inner: Ints
     """`(n,)`: how many of a copy's last dims are one contiguous run in the source."""
     straight: Ints
-    """`(m, 5)`: the columns of `Straight`, in order."""
+    """`(m, 5)`, ascending: source, start, length, target and target offset of the runs that need no staging."""
+    ranges: Ints
+    """`(m, 5)`: source, start, length, first row and end row of `straight`."""
     staged: Ints
     """`(m, 5)`: source, start, length, first row and end row of `cuts`."""
     cuts: Ints
@@ -175,12 +191,12 @@ class Schedule:
     @cached_property
     def nbytes(self) -> int:
         """Bytes asked of the sources."""
-        return int(self.straight[:, 2].sum() + self.staged[:, 2].sum()) + sum(c.nbytes for c in self.chunks)
+        return int(self.ranges[:, 2].sum() + self.staged[:, 2].sum()) + sum(c.nbytes for c in self.chunks)
 
-    @cached_property
+    @property
     def requests(self) -> int:
         """Requests to the sources."""
-        return int((-(-self.straight[:, 2] // REQUEST)).sum()) + len(self.staged) + len(self.chunks)
+        return len(self.ranges) + len(self.staged) + len(self.chunks)
 
     @property
     def largest_unit(self) -> tuple[int, str]:
@@ -192,70 +208,83 @@ class Schedule:
         return need, self.copies.sources[source].name if need else ""
 
     @property
+    def staging_bytes(self) -> int:
+        """Staging memory of a thread: for cuts, and for runs whose source cannot skip what lies between them."""
+        several = self.ranges[self.ranges[:, 4] - self.ranges[:, 3] > 1]
+        return max((int(table[:, 2].max()) for table in (self.staged, several) if len(table)), default=0)
+
+    @cached_property
     def peak_bytes(self) -> int:
-        """Staging memory, at most."""
-        staging = int(self.staged[:, 2].max()) if len(self.staged) else 0
-        chunk = max((UNIT_COST * c.nbytes for c in self.chunks), default=0)
-        return self.threads * max(staging, chunk) if len(self) else 0
+        """Memory beside the targets, at most, that all threads hold."""
+        return self.threads * max(map(self._held_by, self.batches()), default=0)
+
+    def _held_by(self, batch: Batch) -> int:
+        """Return the memory that a batch takes while it is read."""
+        if isinstance(batch, Decoded):
+            return UNIT_COST * sum(c.nbytes for c in batch.chunks)
+        holds = getattr(self.copies.sources[batch.source], "holds", False)
+        length, runs = batch.ranges[:, 2], batch.ranges[:, 4] - batch.ranges[:, 3]
+        if isinstance(batch, Staged):
+            return int(length.max()) * (2 if holds else 1)
+        return int(length.sum() if holds else length[runs > 1].max(initial=0))
 
     def __len__(self) -> int:
-        return len(self.straight) + len(self.staged) + len(self.chunks)
+        return self.requests
 
-    def __iter__(self) -> Iterator[Read]:
-        """Go through the reads, as `batches` does."""
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        """Go through the requests, in the order of `batches`: number of the source, start, length."""
         for batch in self.batches():
-            yield from batch
+            if isinstance(batch, Decoded):
+                units = self.copies.sources[batch.source].unit
+                yield from ((batch.source, c.k * units, c.nbytes) for c in batch.chunks)
+            else:
+                yield from (tuple(row) for row in batch.ranges[:, :3].tolist())
 
-    def batches(self) -> Iterator[list[Read]]:
+    def batches(self) -> Iterator[Batch]:
         """Go through the reads in batches, each for one thread: ascending within a source, a few sources taken in turns."""
-        of_chunks: dict[int, list[Chunk]] = {}
-        for chunk in self.chunks:
-            of_chunks.setdefault(chunk.source, []).append(chunk)
-        waiting = deque(_batched(iter(sorted(chunks, key=lambda c: c.k))) for chunks in of_chunks.values())
-        waiting.extend(_batched(self._ranges(rows)) for rows in self._ranges_by_source())
-        turns: deque[Iterator[list[Read]]] = deque()
+        of_source: dict[int, list[tuple[int, Batch]]] = {}
+        for chunks in _decoded(self.chunks, self.block):
+            of_source.setdefault(chunks.source, []).append((chunks.chunks[0].k, chunks))
+        tables: tuple[tuple[Ints, Callable[[int, Ints], Batch]], ...] = ((self.ranges, Straight), (self.staged, Staged))
+        for table, kind in tables:
+            for rows in _tasks(table, self.block):
+                source, start = rows[0, :2].tolist()
+                of_source.setdefault(source, []).append((start, kind(source, rows)))
+        waiting = deque(iter(sorted(batches, key=itemgetter(0))) for _, batches in sorted(of_source.items()))
+        turns: deque[Iterator[tuple[int, Batch]]] = deque()
         while waiting or turns:
             while waiting and len(turns) < self.threads:
                 turns.append(waiting.popleft())
-            reads = turns.popleft()
-            batch = next(reads, None)
+            batches = turns.popleft()
+            batch = next(batches, None)
             if batch is not None:
-                yield batch
-                turns.append(reads)
-
-    def _ranges_by_source(self) -> list[Ints]:
-        """Return, per source, its straight and staged reads by ascending start: numbers of rows, the staged ones behind."""
-        source = np.concatenate([self.straight[:, 0], self.staged[:, 0]])
-        order = np.lexsort((np.concatenate([self.straight[:, 1], self.staged[:, 1]]), source))
-        bounds = np.flatnonzero(np.diff(source[order])) + 1
-        return [rows for rows in np.split(order, bounds) if len(rows)]
-
-    def _ranges(self, rows: Ints) -> Iterator[Read]:
-        """Go through some reads. They are made a few thousand at a time: there may be millions."""
-        for first in range(0, len(rows), 4096):
-            for row in rows[first : first + 4096].tolist():
-                if row < len(self.straight):
-                    source, start, length, target, at = self.straight[row].tolist()
-                    for skip in range(0, length, REQUEST):
-                        yield Straight(source, start + skip, min(REQUEST, length - skip), target, at + skip)
-                else:
-                    source, start, length, begin, end = self.staged[row - len(self.straight)].tolist()
-                    yield Staged(source, start, length, slice(begin, end))
+                yield batch[1]
+                turns.append(batches)
 
 
-def _batched(reads: Iterable[Read]) -> Iterator[list[Read]]:
-    """Let small reads share a batch: handing each to a thread costs more than the read."""
-    batch: list[Read] = []
+def _tasks(ranges: Ints, block: int) -> list[Ints]:
+    """Cut a table of ranges into tasks: ranges of one source that follow each other, up to `TASK` or a block of bytes."""
+    if not len(ranges):
+        return []
+    full, long = min(TASK, block), ranges[:, 2] >= min(LONG, block)
+    before = np.cumsum(ranges[:, 2]) - ranges[:, 2]
+    new = np.diff(before // full, prepend=-1) != 0
+    new[1:] |= long[1:] | long[:-1] | (np.diff(ranges[:, 0]) != 0)
+    return np.split(ranges, np.flatnonzero(new)[1:])
+
+
+def _decoded(chunks: Iterable[Chunk], block: int) -> Iterator[Decoded]:
+    """Let small chunks of a source share a batch: handing each to a thread costs more than decoding it."""
+    batch: list[Chunk] = []
     nbytes = 0
-    for read in reads:
-        size = read.nbytes if isinstance(read, Chunk) else read.length
-        if batch and nbytes + size > STRAIGHT:
-            yield batch
+    for chunk in chunks:
+        if batch and (nbytes + chunk.nbytes > min(LONG, block // 2) or chunk.source != batch[0].source):
+            yield Decoded(batch[0].source, tuple(batch))
             batch, nbytes = [], 0
-        batch.append(read)
-        nbytes += size
+        batch.append(chunk)
+        nbytes += chunk.nbytes
     if batch:
-        yield batch
+        yield Decoded(batch[0].source, tuple(batch))
 
 
 UNIT_COST = 3
@@ -265,14 +294,21 @@ UNIT_COST = 3
 def schedule(copies: Copies, *, merge_gap: int | None, max_bytes: int) -> Schedule:
     """Order the reads of some copies under a memory ceiling."""
     chunked = np.asarray([s.unit != 1 for s in copies.sources], bool)
+    held = _holding(copies.sources)
     compact = compacted(copies)
     in_chunks = chunked[compact.source] if len(compact) else np.zeros(0, bool)
     chunks = _chunks(compact, np.flatnonzero(in_chunks))
     largest = max((UNIT_COST * c.nbytes for c in chunks), default=0)
-    threads = max(1, min(THREADS, max_bytes // max(largest, 2 * SMALL_BLOCK)))
-    block = max(1, min(BLOCK, max_bytes // (2 * threads)))  # runs that begin in a block may reach as far behind it
-    inner, straight, staged, cuts = _ranges(compact, np.flatnonzero(~in_chunks), merge_gap, block)
-    return Schedule(compact, inner, straight, staged, cuts, chunks, block, threads)
+    parts = 4 if held.any() else 2  # a range that begins in a block may reach as far behind it; some sources hold it twice
+    threads = max(1, min(NETWORK_THREADS if held.any() else THREADS, max_bytes // max(largest, parts * SMALL_BLOCK)))
+    block = max(1, min(BLOCK, max_bytes // (parts * threads)))
+    ranged = _ranges(compact, np.flatnonzero(~in_chunks), merge_gap, block)
+    return Schedule(compact, *ranged, chunks, block, threads)
+
+
+def _holding(sources: Sequence[Source]) -> NDArray[np.bool_]:
+    """Say of each source whether it holds what it reads in memory of its own, before it hands it over."""
+    return np.asarray([getattr(s, "holds", False) for s in sources], bool)
 
 
 def compacted(copies: Copies) -> Copies:
@@ -325,42 +361,71 @@ def _chunks(copies: Copies, rows: Ints) -> tuple[Chunk, ...]:
     )
 
 
-def _ranges(copies: Copies, rows: Ints, merge_gap: int | None, block: int) -> tuple[Ints, Ints, Ints, Ints]:
+def _ranges(copies: Copies, rows: Ints, merge_gap: int | None, block: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return `inner`, `straight`, `ranges`, `staged` and `cuts` of a schedule."""
     inner, run = _source_runs(copies, block)
     if not len(rows):
-        return inner, np.zeros((0, 5), np.int64), np.zeros((0, 5), np.int64), np.zeros((0, 3), np.int64)
+        none = np.zeros((0, 5), np.int64)
+        return inner, none, none, none, np.zeros((0, 3), np.int64)
     copy, index, start = _expanded(copies, rows, inner)
     length = run[copy]
     order = np.lexsort((start, copies.source[copy]))
     copy, index, start, length = copy[order], index[order], start[order], length[order]
     source = copies.source[copy]
-    straight = _is_straight(copies, inner)[copy] & (length >= min(STRAIGHT, block))
-    gaps = np.asarray([getattr(s, "gap", 0) if merge_gap is None else merge_gap for s in copies.sources], np.int64)[source]
+    gaps = np.asarray([getattr(s, "gap", 0) if merge_gap is None else merge_gap for s in copies.sources], np.int64)
 
-    lines = np.stack(
-        [source, start, length, copies.target[copy], copies.target_offset[copy] + _target_skip(copies, copy, index, inner)], axis=1
-    )[straight]
+    plain = _is_straight(copies, inner)
+    runs = np.bincount(copy, minlength=len(copies))
+    straight = plain[copy] & ((length >= min(SHORT, block)) | (runs[copy] == 1))
+    lines = _lines(copies, inner, copy[straight], index[straight], start[straight], length[straight])
     rest = ~straight
-    staged, cuts = _grouped(source[rest], start[rest], length[rest], copy[rest], index[rest], gaps[rest], block)
+    staged, cuts = _grouped(source[rest], start[rest], length[rest], copy[rest], index[rest], gaps[source[rest]], block)
     single = (staged[:, 4] - staged[:, 3] == 1) if len(staged) else np.zeros(0, bool)
     if single.any():  # a lone run that is contiguous at both ends needs no staging, however short
         alone = cuts[staged[single, 3]]
-        plain = _is_straight(copies, inner)[alone[:, 0]] & (alone[:, 2] == 1)
-        which = np.flatnonzero(single)[plain]
-        more = alone[plain]
-        found = np.stack(
-            [
-                staged[which, 0],
-                staged[which, 1],
-                staged[which, 2],
-                copies.target[more[:, 0]],
-                copies.target_offset[more[:, 0]] + _target_skip(copies, more[:, 0], more[:, 1], inner),
-            ],
-            axis=1,
-        )
-        lines = np.concatenate([lines, found])
+        fits = plain[alone[:, 0]] & (alone[:, 2] == 1)
+        which = np.flatnonzero(single)[fits]
+        more = _lines(copies, inner, alone[fits, 0], alone[fits, 1], staged[which, 1], staged[which, 2])
+        lines = np.concatenate([lines, more])
+        lines = lines[np.lexsort((lines[:, 1], lines[:, 0]))]
         staged = np.delete(staged, which, axis=0)
-    return inner, lines, staged, cuts
+    held = _holding(copies.sources)[lines[:, 0]]
+    lines = _requests(lines, np.where(held, min(REQUEST, 2 * block), REQUEST))
+    return inner, lines, merged(lines, gaps[lines[:, 0]], block), staged, cuts
+
+
+def _lines(copies: Copies, inner: Ints, copy: Ints, index: Ints, start: Ints, length: Ints) -> Ints:
+    """Return runs as rows of `Schedule.straight`."""
+    to = copies.target_offset[copy] + _target_skip(copies, copy, index, inner)
+    return np.stack([copies.source[copy], start, length, copies.target[copy], to], axis=1)
+
+
+def _requests(lines: Ints, most: Ints) -> Ints:
+    """Cut runs that are longer than a request."""
+    counts = -(-lines[:, 2] // most)
+    if (counts <= 1).all():
+        return lines
+    row = np.repeat(np.arange(len(lines)), counts)
+    skip = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * most[row]
+    found = lines[row]
+    found[:, 1] += skip
+    found[:, 4] += skip
+    found[:, 2] = np.minimum(found[:, 2] - skip, most[row])
+    return found
+
+
+def merged(lines: Ints, gap: Ints, block: int) -> Ints:
+    """Return the ranges that runs share, as `Schedule.ranges`; a long run has its own."""
+    if not len(lines):
+        return np.zeros((0, 5), np.int64)
+    source, start, stop = lines[:, 0], lines[:, 1], lines[:, 1] + lines[:, 2]
+    new = _begins(source, start, stop, gap, block)
+    long = lines[:, 2] >= min(LONG, block)
+    new[1:] |= long[1:] | long[:-1]
+    first = np.flatnonzero(new)
+    end = np.append(first[1:], len(lines))
+    low, high = start[first], np.maximum.reduceat(stop, first)
+    return np.stack([source[first], low, high - low, first, end], axis=1)
 
 
 def _source_runs(copies: Copies, block: int) -> tuple[Ints, Ints]:
@@ -425,13 +490,7 @@ def _grouped(source: Ints, start: Ints, length: Ints, copy: Ints, index: Ints, g
     if not len(start):
         return np.zeros((0, 5), np.int64), np.zeros((0, 3), np.int64)
     stop = start + length
-    reach = _running_maximum(source, stop)
-    new = np.ones(len(start), bool)
-    new[1:] = (source[1:] != source[:-1]) | (start[1:] > reach[:-1] + gap[1:])
-    begin = start[np.maximum.accumulate(np.where(new, np.arange(len(start)), 0))]
-    part = (start - begin) // block
-    # within one block every run starts less than `block` behind its first; a block begins only where no run before reaches in
-    new[1:] |= (part[1:] != part[:-1]) & (start[1:] >= reach[:-1])
+    new = _begins(source, start, stop, gap, block)
     first = np.flatnonzero(new)
     end = np.append(first[1:], len(start))
     low, high = start[first], np.maximum.reduceat(stop, first)
@@ -445,6 +504,18 @@ def _grouped(source: Ints, start: Ints, length: Ints, copy: Ints, index: Ints, g
     cuts = np.stack([copy[rows], index[rows], counts], axis=1)
     bounds = np.searchsorted(group[rows], np.arange(len(first) + 1))
     return np.stack([source[first], low, high - low, bounds[:-1], bounds[1:]], axis=1), cuts
+
+
+def _begins(source: Ints, start: Ints, stop: Ints, gap: Ints, block: int) -> NDArray[np.bool_]:
+    """Say of each of some sorted runs whether it begins a range: behind a gap, or a block after the one before began."""
+    reach = _running_maximum(source, stop)
+    new = np.ones(len(start), bool)
+    new[1:] = (source[1:] != source[:-1]) | (start[1:] > reach[:-1] + gap[1:])
+    begin = start[np.maximum.accumulate(np.where(new, np.arange(len(start)), 0))]
+    part = (start - begin) // block
+    # within one block every run starts less than `block` behind its first; a block begins only where no run before reaches in
+    new[1:] |= (part[1:] != part[:-1]) & (start[1:] >= reach[:-1])
+    return new
 
 
 def _running_maximum(source: Ints, stop: Ints) -> Ints:

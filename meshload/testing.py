@@ -71,9 +71,24 @@ class Counted:
         self.log.reads.append((self.name, start, len(out)))
         self.source.read_into(start, out)
 
-    def read_chunk(self, k: int) -> NDArray[Any]:
-        self.log.reads.append((self.name, k * self.unit, self.unit))
-        found: NDArray[Any] = self.source.read_chunk(k)
+    @property
+    def holds(self) -> bool:
+        return bool(getattr(self.source, "holds", False))
+
+    @property
+    def read_runs(self) -> Any:
+        """As the source has it, which may lack it."""
+        own = self.source.read_runs
+
+        def read(ranges: NDArray[np.int64], *rest: Any) -> None:
+            self.log.reads.extend((self.name, start, length) for _, start, length, _, _ in ranges.tolist())
+            own(ranges, *rest)
+
+        return read
+
+    def read_chunks(self, ks: Sequence[int]) -> list[NDArray[Any]]:
+        self.log.reads.extend((self.name, k * self.unit, self.unit) for k in ks)
+        found: list[NDArray[Any]] = self.source.read_chunks(ks)
         return found
 
 

@@ -203,7 +203,7 @@ def test_opening_reads_no_payload(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a chunk was read")
 
-    monkeypatch.setattr(meshload.source.ChunkedArray, "read_chunk", refuse)
+    monkeypatch.setattr(meshload.source.ChunkedArray, "read_chunks", refuse)
     assert len(opened(GOLDEN / "two_processes_4dev_adamw" / "checkpoint")) == 21
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import http.server
 import itertools
 import json
@@ -27,8 +29,8 @@ from meshload.checkpoint import Checkpoint
 from meshload.pieces import piece, table
 from meshload.planning import Plan, plan_array
 from meshload.reading import buffers_for, fragments, read, values_of
-from meshload.scheduling import REQUEST
-from meshload.source import ChunkedArray
+from meshload.scheduling import REQUEST, merged
+from meshload.source import ChunkedArray, LocalFile, plain_runs
 from meshload.testing import Counted, InMemory, Log, counted, ramp, read_safetensors, same_bits, write_checkpoint, write_safetensors
 
 pytest.importorskip("hypothesis")
@@ -269,28 +271,41 @@ def test_columns_are_cut_out_of_staging_memory() -> None:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_short_reads_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = os.preadv, []
+def shortened(monkeypatch: pytest.MonkeyPatch, *, fails: int = 0) -> list[int]:
+    """Make each read give a third of what is asked at most, or fail with an error number; return the offsets that are asked."""
+    plain, scattering, asked = os.preadv, meshload.source._preadv2, []
 
     def short(descriptor: int, views: list[memoryview], at: int) -> int:
-        calls.append(len(views[0]))
-        return real(descriptor, [views[0][: max(1, len(views[0]) // 3)]], at)
+        asked.append(at)
+        if fails:
+            raise OSError(fails, os.strerror(fails))
+        return plain(descriptor, [views[0][: max(1, len(views[0]) // 3)]], at)
+
+    def short_runs(descriptor: int, parts: int, count: int, at: int, flags: int) -> int:
+        asked.append(at)
+        address, length = (ctypes.c_int64 * 2).from_address(parts)
+        if fails:
+            ctypes.set_errno(fails)
+            return -1
+        first = (ctypes.c_int64 * 2)(address, min(length, length // 3 + 1))
+        return int(scattering(descriptor, ctypes.addressof(first), 1, at, flags))
 
     monkeypatch.setattr(meshload.source.os, "preadv", short)
+    monkeypatch.setattr(meshload.source, "_preadv2", scattering and short_runs)
+    return asked
+
+
+def test_short_reads_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = meshload.restore(folder, mesh="tp=2", rank=1, into="numpy")
+    asked = shortened(monkeypatch)
     found = meshload.restore(folder, mesh="tp=2", rank=1, into="numpy")
-    monkeypatch.undo()
-    again = meshload.restore(folder, mesh="tp=2", rank=1, into="numpy")
-    assert all(same_bits(found[name], again[name]) for name in again)
-    assert len(calls) > meshload.plan(folder, mesh="tp=2", rank=1).reads
+    assert all(same_bits(found[name], expected[name]) for name in expected)
+    assert len(asked) > meshload.plan(folder, mesh="tp=2", rank=1).reads
 
 
 def test_a_read_error_names_file_and_range(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = meshload.open(folder)
-
-    def broken(*_: Any) -> int:
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(meshload.source.os, "preadv", broken)
+    shortened(monkeypatch, fails=errno.EIO)
     with pytest.raises(
         meshload.SourceError, match=r"model-0000\d-of-00003.safetensors: reading \d+ bytes at \d+ failed: Input/output"
     ):
@@ -308,6 +323,21 @@ def test_a_file_that_is_cut_while_being_read_names_file_and_range(tmp_path: Path
         np.asarray(checkpoint["w"])
 
 
+@pytest.mark.parametrize("scatters", [True, False])
+def test_rows_of_a_file_that_is_cut_while_being_read_name_file_and_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scatters: bool
+) -> None:
+    write_checkpoint(tmp_path, {"w": ramp("w", (1024, 1024))})
+    checkpoint = meshload.open(tmp_path)
+    os.truncate(tmp_path / "model.safetensors", 3 << 20)
+    if not scatters:
+        monkeypatch.setattr(meshload.source, "_preadv2", None)
+    with pytest.raises(
+        meshload.SourceError, match=r"model.safetensors: ends at byte \d+, expected \d+; it was cut while being read"
+    ):
+        np.asarray(checkpoint["w"][:, :256])
+
+
 def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"w": ramp("w", (4,))})
     checkpoint = meshload.open(tmp_path)
@@ -317,6 +347,106 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
     with pytest.raises(meshload.SourceError, match="gone: cannot be opened: No such file"):
         np.asarray(moved)
     assert array.shape == (4,)
+
+
+# --- many short runs at once ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalFile, bytes]:
+    """Return a file of 3 MiB whose every word tells its place, and its bytes."""
+    file = tmp_path_factory.mktemp("rows") / "rows"
+    data = np.arange(3 * MiB // 4, dtype=np.uint32).tobytes()
+    file.write_bytes(data)
+    return LocalFile(file, "rows", len(data)), data
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_scattered_runs_are_those_that_are_read_one_by_one(rows: tuple[LocalFile, bytes], data: st.DataObject) -> None:
+    file, content = rows
+    count = data.draw(st.integers(1, 1300))
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    skips = rng.choice([0, 0, 1, 7, 1500, 4096, 4097, 33_000], count, p=data.draw(st.sampled_from([SPREAD, DENSE])))
+    lengths = rng.integers(1, 700, count)
+    starts = np.cumsum(skips + lengths) - lengths
+    keep = starts + lengths <= len(content)
+    starts, lengths = starts[keep], lengths[keep]
+    which = rng.integers(0, 3, len(starts))
+    offsets = np.asarray([lengths[:i][which[:i] == t].sum() for i, t in enumerate(which)], np.int64)
+    runs = np.stack([np.zeros_like(starts), starts, lengths, which, offsets], axis=1)
+    ranges = merged(runs, np.full(len(runs), 4096), MiB)
+    sizes = {t: int(lengths[which == t].sum()) for t in range(3)}
+    found, plain = ({t: np.zeros(n, np.uint8) for t, n in sizes.items()} for _ in range(2))
+    file.read_runs(ranges, runs, found)
+    plain_runs(file, ranges, runs, plain)
+    for t in range(3):
+        expected = b"".join(content[a : a + n] for a, n in zip(starts[which == t], lengths[which == t], strict=True))
+        assert found[t].tobytes() == plain[t].tobytes() == expected
+
+
+SPREAD = (0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.1, 0.1)
+DENSE = (0.4, 0.4, 0.1, 0.1, 0, 0, 0, 0)
+
+
+def on_disk(monkeypatch: pytest.MonkeyPatch, *, from_byte: int = 0) -> list[tuple[int, int]]:
+    """Make bytes from some offset on seem not to be in memory; return what is asked of the disk, `(start, length)`."""
+    plain, scattering, asked = os.preadv, meshload.source._preadv2, []
+    if scattering is None:
+        pytest.skip("the C library has no preadv2")
+
+    def noted(descriptor: int, views: list[memoryview], at: int) -> int:
+        asked.append((at, len(views[0])))
+        return plain(descriptor, views, at)
+
+    def noted_runs(descriptor: int, parts: int, count: int, at: int, flags: int) -> int:
+        lengths = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(parts))[1::2]
+        if flags:
+            count = int(np.searchsorted(at + lengths.cumsum(), from_byte))
+            if not count:
+                ctypes.set_errno(errno.EAGAIN)
+                return -1
+            return int(scattering(descriptor, parts, count, at, 0))
+        asked.append((at, int(lengths.sum())))
+        return int(scattering(descriptor, parts, count, at, flags))
+
+    monkeypatch.setattr(meshload.source.os, "preadv", noted)
+    monkeypatch.setattr(meshload.source, "_preadv2", noted_runs)
+    return asked
+
+
+@pytest.mark.parametrize("from_byte", [0, 1 << 20, 1 << 40])
+def test_of_rows_that_are_not_in_memory_the_disk_is_asked_for_these_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_byte: int
+) -> None:
+    write_checkpoint(tmp_path, {"w": ramp("w", (600, 4096))})
+    array = meshload.open(tmp_path)["w"][:, 1024:2048]
+    asked = on_disk(monkeypatch, from_byte=from_byte)
+    assert same_bits(np.asarray(array), ramp("w", (600, 4096))[:, 1024:2048])
+    assert {n for _, n in asked} <= {4096}
+    assert len(asked) == len({at for at, _ in asked})
+    assert abs(len(asked) - (600 - min(from_byte >> 14, 600))) <= 1
+
+
+def test_interrupted_scattered_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, {"w": ramp("w", (600, 4096))})
+    scattering, interrupted = meshload.source._preadv2, []
+    if scattering is None:
+        pytest.skip("the C library has no preadv2")
+
+    def often(*call: int) -> int:
+        interrupted.append(len(interrupted) % 2 == 0)
+        if interrupted[-1]:
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        return int(scattering(*call))
+
+    monkeypatch.setattr(meshload.source, "_preadv2", often)
+    assert same_bits(np.asarray(meshload.open(tmp_path)["w"][:, :1024]), ramp("w", (600, 4096))[:, :1024])
+    assert any(interrupted)
+
+
+# --- the first failure ------------------------------------------------------------------------------------------------
 
 
 class _Failing(Counted):
