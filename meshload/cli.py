@@ -146,6 +146,7 @@ def _app() -> Any:
         mesh: str | None = typer.Option(None, help="The mesh that will read it: tp=4. What depends on it is cut accordingly."),
         dtype: str | None = typer.Option(None, help="Cast floating arrays to this: bf16, fp16, fp32."),
         names: str | None = names,
+        optimizer: list[str] | None = typer.Option(None, help="Also the optimizer's arrays of this kind, or 'all'."),  # noqa: B008
         resume: bool = typer.Option(False, help="Go on with an interrupted conversion."),
         max_bytes: int | None = typer.Option(None, help="Ceiling of memory; 512 MiB by default."),
         format: str | None = format_,
@@ -167,6 +168,7 @@ def _app() -> Any:
             mesh=parse_mesh(mesh) if mesh else None,
             dtype=dtype,
             names=names,
+            optimizer="all" in optimizer or optimizer if optimizer else False,
             resume=resume,
             max_bytes=max_bytes,
             format=format,

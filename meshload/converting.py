@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ import numpy as np
 from .array import Array
 from .box import Box
 from .checkpoint import Checkpoint
-from .errors import LayoutError, MeshloadWarning, SourceError, listing
+from .errors import LayoutError, MeshloadError, MeshloadWarning, SourceError, listing
 from .exchange import running, together
 from .formats import Format, Parts, Writer, installed
 from .frameworks import Group, framework_of, is_floating
@@ -45,6 +46,7 @@ def convert(
     layout: LayoutLike = None,
     names: str | None = None,
     dtype: Any = None,
+    optimizer: bool | Sequence[str] = False,
     format: str | Format | None = None,
     config: Any = None,
     max_bytes: int | None = None,
@@ -60,7 +62,8 @@ def convert(
         mesh: The mesh that will read it: what depends on it (Orbax's chunks) is cut so that each rank's slices are whole.
         layout: As for `restore`; how that mesh cuts the arrays.
         names: A naming; by default the target's own where the family is known, else the names stay.
-        dtype: Cast floating arrays to this.
+        dtype: Cast floating weights to this.
+        optimizer: Also convert the optimizer's arrays: all kinds, or those that are named (`"exp_avg"`, `"master"` ...).
         format, config: As for `open`, of the source.
         max_bytes: Ceiling of memory that is no metadata, beyond the largest unit that the target encodes at once; 512 MiB.
         resume: Go on with an interrupted writing of the same source with the same options; what it finished is compared, not
@@ -81,7 +84,7 @@ def convert(
     if not view.arrays:
         raise LayoutError(f"{src}: it holds no arrays, so there is nothing to convert")
     _tell(src, checkpoint, view)
-    like = _cast(view, dtype)
+    like = replace(_cast(view, dtype), optimizer=_moments(view, optimizer, src))
     carried = _carried(None if isinstance(src, Checkpoint) else open_folder(src), like, dtype)
     draft = Draft(writer, local(dst), like, _parts(view, mesh, layout), resume)
     group = processes()
@@ -124,7 +127,8 @@ class Draft:
 
     def pairs(self, view: Checkpoint) -> list[tuple[Array, Array]]:
         """Return the arrays that are laid out, each with the one that fills it; further rows, which pad, stay zeros."""
-        made = self.writer.open(self.staging).arrays
+        opened = self.writer.open(self.staging)
+        made, moments = opened.arrays, opened.optimizer
         found = []
         for name, array in self.like.arrays.items():
             one = made.get(name)
@@ -136,6 +140,13 @@ class Draft:
                     f"{name}: {array.dtype.name} {array.shape} cannot be laid out by {self.writer.name}: {came} came of it"
                 )
             found.append((one, view.arrays[name]))
+        for kind, arrays in self.like.optimizer.items():
+            for name, array in arrays.items():
+                one = moments.get(kind, {}).get(name)
+                if one is None or (one.shape, one.dtype) != (array.shape, array.dtype):
+                    kinds = listing(self.like.optimizer)
+                    raise LayoutError(f"optimizer: {self.writer.name} has no place for {kind} of {name}; of {kinds}, name others")
+                found.append((one, view.optimizer[kind][name]))
         return found
 
     def finish(self, group: Group, move: Callable[[], None]) -> None:
@@ -154,7 +165,12 @@ class Draft:
             self.writer.commit(self.staging)
             publish(self.staging, self.target)
 
-        together(group, attempt)
+        try:
+            together(group, attempt)
+        except MeshloadError as error:
+            if group.rank == 0 and not isinstance(error, SourceError):  # going on would fail alike
+                shutil.rmtree(self.staging.path, ignore_errors=True)
+            raise
         together(group, end, only=0)
 
     def check(self) -> None:
@@ -232,6 +248,15 @@ def _cast(view: Checkpoint, dtype: Any) -> Checkpoint:
     return replace(view, arrays={name: replace(made(a), name=name) for name, a in view.arrays.items()})
 
 
+def _moments(view: Checkpoint, optimizer: bool | Sequence[str], src: Any) -> dict[str, dict[str, Array]]:
+    """Return the optimizer's arrays that are to be laid out, by kind."""
+    kinds = [optimizer] if isinstance(optimizer, str) else list(view.optimizer) if optimizer is True else list(optimizer or ())
+    lacking = [kind for kind in kinds if kind not in view.optimizer]
+    if lacking or (optimizer and not kinds):
+        raise LayoutError(f"optimizer={optimizer!r}: {src} holds {listing(view.optimizer) or 'no optimizer state'}")
+    return {kind: {n: replace(a, name=f"optimizer.{kind}.{n}") for n, a in view.optimizer[kind].items()} for kind in kinds}
+
+
 def _parts(view: Checkpoint, mesh: Any, layout: LayoutLike) -> Parts:
     if mesh is None:
         return Parts()
@@ -250,6 +275,7 @@ def _fingerprint(like: Checkpoint, view: Checkpoint, writer: Writer, parts: Part
     return {
         "format": repr(writer),
         "arrays": {name: [a.dtype.name, *a.shape] for name, a in like.arrays.items()},
+        "optimizer": {kind: sorted(arrays) for kind, arrays in like.optimizer.items()},
         "parts": {name: sorted((rank, *box.start, *box.shape) for rank, box in found) for name, found in parts.items()},
         "files": sorted([s.name, int(s.size), getattr(s, "changed", None)] for s in sources.values()),
     }

@@ -57,7 +57,7 @@ import numpy as np
 
 from meshload.array import Array
 from meshload.checkpoint import Checkpoint, Problem
-from meshload.errors import FormatError, MeshloadError, MeshloadWarning, listing
+from meshload.errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, listing
 from meshload.formats import Grid, Parts
 from meshload.source import ChunkedArray, Folder, LocalFolder, open_folder, read_bytes
 from meshload.writing import put
@@ -142,8 +142,16 @@ class Orbax:
         return _opened(self._item(step, meta), meta)
 
     def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
-        """Lay out one tree, a nested dict; a chunk is one rank's part of an array, or what makes up all parts."""
+        """Lay out one tree, a nested dict; a chunk is one rank's part of an array, or what makes up all parts.
+
+        Moments lie where optax's Adam has them, under `opt_state`.
+        """
         laid = {a.name: (a, chunks(a, parts.get(a.name, ()))) for a in like.arrays.values()}
+        fields = {kind: field for field, kind in MOMENTS.items()}
+        for kind, moments in like.optimizer.items():
+            if kind not in fields:
+                raise LayoutError(f"optimizer: Orbax has no place for {kind}; name those of {', '.join(fields)} that are there")
+            laid |= {f"opt_state.0.{fields[kind]}.{n}": (a, chunks(a, parts.get(n, ()))) for n, a in moments.items()}
         put(folder, TREE, tree_of(laid, zarr3=self.zarr3))
         lay_out_arrays(folder, laid, zarr3=self.zarr3, compress=self.compress)
 
