@@ -23,8 +23,9 @@ from .loading import byte_count, in_full, open, shown_progress
 from .pieces import boxes, piece
 from .reading import Progress, read_array
 from .requesting import missing_arrays, model_in
-from .source import open_folder
-from .writing import MAX_BYTES, fill, filling
+from .scheduling import UNIT_COST
+from .source import Folder, LocalFolder, blobs_of, open_folder
+from .writing import MAX_BYTES, fill, filling, unit_of
 
 PART = 1 << 18
 """Elements whose values are compared at once, each in several temporary float64."""
@@ -45,11 +46,14 @@ class Report:
         return not self.problems
 
 
-def check(path: Any, *, format: str | Format | None = None, config: Any = None, copies: bool = False) -> Report:
+def check(
+    path: Any, *, format: str | Format | None = None, config: Any = None, copies: bool = False, blobs: bool = False
+) -> Report:
     """Compare a checkpoint's index, headers and file sizes, and its arrays with those that its config names.
 
-    No payload is read, but with `copies=True` the replicated copies of each array are read and compared. A path that holds no
-    checkpoint raises; damage is reported, and files that have changed since they were indexed.
+    No payload is read, but with `copies=True` the replicated copies of each array are read and compared, and with `blobs=True`
+    the files of a hub cache, whose blobs are named by their hashes. A path that holds no checkpoint raises; damage is reported,
+    and files that have changed since they were indexed.
     """
     folder = open_folder(path)
     choose(folder, format)
@@ -69,7 +73,19 @@ def check(path: Any, *, format: str | Format | None = None, config: Any = None, 
         problems += _outside(array)
         if copies and array.copies == "first":  # addends of a mean or sum may differ
             problems += _differing(array)
+    if blobs:
+        problems += _misnamed(folder)
     return Report(tuple(problems), len(checkpoint))
+
+
+def _misnamed(folder: Folder) -> Iterator[Problem]:
+    """Find blobs of a hub cache whose contents are not what they are named by."""
+    found = list(blobs_of(folder)) if isinstance(folder, LocalFolder) else []
+    if not found:
+        raise LayoutError(f"blobs=True: {folder.name} is no snapshot in a hub's cache: none of its files is a link to a blob")
+    for file, name, content in found:
+        if name != content:
+            yield Problem(f"its blob is named {name}, its contents have the hash {content}: download it again", file=file)
 
 
 def _outside(array: Array) -> Iterator[Problem]:
@@ -145,8 +161,8 @@ def verify(
             problem = _unlike(a_array, b_array, within=rtol > 0 or atol > 0)
             problems += problem
             if a_array.shape == b_array.shape:
-                comparing.append(_Comparison(a_array, b_array, rtol, atol, bits=not problem))
-    leading = [c if _unit(c.one) >= _unit(c.other) else c.turned() for c in comparing]
+                comparing.append(_Comparison(a_array, b_array, rtol, atol, limit, bits=not problem))
+    leading = [c if unit_of(c.one) >= unit_of(c.other) else c.turned() for c in comparing]
     pairs = [(_whole_in(c), c.one) for c in leading]
     with shown_progress(progress) as report:
         fill(filling(pairs, max_bytes=limit), progress=report, lossy=True)
@@ -182,10 +198,6 @@ def _unlike(one: Array, other: Array, *, within: bool) -> list[Problem]:
     return []
 
 
-def _unit(array: Array) -> int:
-    return max((int(s.unit) for s in array.pieces.sources), default=1)
-
-
 def _whole_in(comparison: _Comparison) -> Array:
     one = comparison.one
     return Array(one.name, one.dtype, one.shape, piece(comparison, 0, one.shape, one.dtype.itemsize))
@@ -199,6 +211,8 @@ class _Comparison:
     other: Array
     rtol: float
     atol: float
+    max_bytes: int
+    """For both; a part of it is for the other."""
     bits: bool
     """Whether bits are compared; else values are, and the dtypes were told to differ."""
     is_turned: bool = False
@@ -231,11 +245,12 @@ class _Comparison:
         flat = start // values.dtype.itemsize
         at = np.unravel_index(flat, self.one.shape) if self.one.shape else ()
         box = tuple(slice(int(i), int(i) + n) for i, n in zip(at, values.shape, strict=True))
-        found = read_array(self.other[box])
-        if values.dtype != found.dtype or values.tobytes() != found.tobytes():
-            one, other = values.reshape(-1), found.reshape(-1)
-            for i in range(0, len(one), PART):
-                self._note(flat + i, one[i : i + PART], other[i : i + PART])
+        found = read_array(self.other[box], max_bytes=max(self.max_bytes // 8, UNIT_COST * unit_of(self.other), 1))
+        one, other = values.reshape(-1), found.reshape(-1)
+        for i in range(0, len(one), PART):
+            a, b = one[i : i + PART], other[i : i + PART]
+            if a.dtype != b.dtype or a.tobytes() != b.tobytes():
+                self._note(flat + i, a, b)
         return _nothing
 
     def _note(self, flat: int, one: NDArray[Any], other: NDArray[Any]) -> None:

@@ -123,13 +123,14 @@ def _app() -> Any:
     def check(
         path: str = path,
         copies: bool = typer.Option(False, help="Also read and compare replicated copies."),
+        blobs: bool = typer.Option(False, help="Also compare a hub cache's blobs with the hashes that they are named by."),
         format: str | None = format_,
         config: str | None = config,
         json: bool = as_json,
     ) -> None:
         from .checking import check as checked
 
-        report = checked(path, format=format, config=config, copies=copies)
+        report = checked(path, format=format, config=config, copies=copies, blobs=blobs)
         if json:
             _print_json(_report(report))
         else:

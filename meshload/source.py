@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import math
 import os
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -358,6 +359,28 @@ class _Descriptor:
 
     def __del__(self) -> None:
         os.close(self.number)
+
+
+def blobs_of(folder: LocalFolder) -> Iterator[tuple[str, str, str]]:
+    """Go through the files that are links into a hub cache's `blobs`: file, the hash that its blob is named by, and its own.
+
+    Large files are named by their SHA-256, small ones by the hash that git gives them.
+    """
+    for place, _, files in os.walk(folder.path):
+        for file in sorted(files):
+            path = Path(place, file)
+            blob = Path(os.path.realpath(path))
+            if path.is_symlink() and blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
+                yield str(path.relative_to(folder.path)), blob.name, _hash(blob, is_git=len(blob.name) == 40)
+
+
+def _hash(path: Path, *, is_git: bool) -> str:
+    try:
+        with open(path, "rb") as file:
+            begun = hashlib.sha1(b"blob %d\0" % os.fstat(file.fileno()).st_size) if is_git else hashlib.sha256()
+            return hashlib.file_digest(file, lambda: begun).hexdigest()
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror}") from error
 
 
 NETWORKED = ("nfs", "lustre", "ceph", "cifs", "smb", "gpfs", "beegfs", "fuse", "9p", "glusterfs", "afs", "orangefs", "wekafs")

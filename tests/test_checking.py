@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 from dataclasses import replace
 from typing import Any
@@ -100,3 +101,37 @@ def test_addends_are_summed_whatever_is_asked_of_copies(tmp_path: pathlib.Path) 
     assert got["norm"].tolist() == [8, 10, 12, 14]
     summary = meshload.plan(checkpoint, mesh="tp=2", rank="all", layout=layout).summary()
     assert {r: (s["arrays"], s["read_bytes"]) for r, s in summary["ranks"].items()} == {0: (1, 32), 1: (1, 32)}
+
+
+def cached(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Return a snapshot as a hub cache has it: links to blobs, named by SHA-256, or by git's hash where they are small."""
+    source = pathlib.Path(__file__).parent / "golden" / "hf" / "qwen2_tied_single" / "checkpoint"
+    snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in source.iterdir():
+        data = file.read_bytes()
+        is_large = file.suffix == ".safetensors"
+        name = hashlib.sha256(data) if is_large else hashlib.sha1(b"blob %d\0" % len(data) + data)
+        (blobs / name.hexdigest()).write_bytes(data)
+        (snapshot / file.name).symlink_to(f"../../blobs/{name.hexdigest()}")
+    return snapshot
+
+
+def test_b86_a_blob_that_is_not_what_it_is_named_by_is_found_when_asked(tmp_path: pathlib.Path) -> None:
+    snapshot = cached(tmp_path)
+    assert check(snapshot, blobs=True).ok
+    blob = (snapshot / "model.safetensors").resolve()
+    data = bytearray(blob.read_bytes())
+    data[-100] ^= 1
+    blob.write_bytes(data)
+    assert check(snapshot).ok  # nothing is read that was not asked for
+    (problem,) = check(snapshot, blobs=True).problems
+    assert problem.file == "model.safetensors"
+    assert blob.name in problem.text
+
+
+def test_a_folder_that_is_no_cache_has_no_blobs_to_check(tmp_path: pathlib.Path) -> None:
+    folder = written(tmp_path, range(8), range(8))
+    with pytest.raises(meshload.LayoutError, match="blobs=True"):
+        check(folder, format=Copies(), blobs=True)
