@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 
 from .array import Array
 from .box import Box
-from .errors import LayoutError, SourceError, listing
+from .errors import LayoutError, LimitError, SourceError, listing
 from .pieces import Ints, Pieces
 from .planning import Job, Joined, Plan, Target, Targets
 from .planning import plan as join
 from .reading import ALIGNMENT, Progress, read, values_of
-from .scheduling import Copies
+from .scheduling import UNIT_COST, Copies
 from .source import Bytes, ChunkedArray, LocalFile, LocalFolder
 
 MAX_BYTES = 512 << 20
@@ -139,7 +139,7 @@ class ChunkSink:
             raise SourceError(f"{self.name}: cannot be opened for writing: {error}") from error
 
     def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
-        writing = self.store[self._box(start)].write(values)
+        writing = self.store[self._box(start)].write(values, can_reference_source_data_indefinitely=True)
 
         def end() -> None:
             try:
@@ -261,7 +261,10 @@ class Filling:
     """... which begin here, by target."""
     runs: Ints
     """The copy that is an item whole, in one run of its source and unchanged; -1 where there is none."""
-    max_bytes: int
+    movers: int
+    """How many groups are in flight."""
+    reading: int
+    """Bytes that each may take in reading, beside its items."""
     memory: threading.local = field(default_factory=threading.local)
 
     @property
@@ -277,6 +280,7 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
     sinks: dict[int, Sink] = {}
     context = _context()
     room = max(1, max_bytes // (4 * MOVERS))
+    movers, reading = _movers(pairs, max_bytes, room)
     for made, stored in pairs:
         if made.shape != stored.shape:
             raise LayoutError(f"{made.name}: laid out as {made.shape}, stored as {stored.shape}")
@@ -300,7 +304,25 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
     rows = np.argsort(joined.copies.target, kind="stable")
     bounds = np.searchsorted(joined.copies.target[rows], np.arange(len(targets) + 1))
     runs = _runs(items, targets, joined, rows, bounds)
-    return Filling(items, targets, joined, _groups(joined, sizes, room), rows, bounds, runs, max_bytes)
+    return Filling(items, targets, joined, _groups(joined, sizes, room), rows, bounds, runs, movers, reading)
+
+
+def _movers(pairs: Sequence[tuple[Array, Array]], max_bytes: int, room: int) -> tuple[int, int]:
+    """Return how many groups of `room` bytes may be in flight, and what each may take in reading; a larger unit raises.
+
+    Reading a chunk takes `UNIT_COST` times its size, and so does writing one, which is beyond the ceiling where it must be.
+    """
+    need, name = max(((UNIT_COST * unit_of(stored), stored.name) for _, stored in pairs), default=(0, ""))
+    if need > max_bytes:
+        raise LimitError(f"{name}: one unit of it takes {need} bytes at once, max_bytes is {max_bytes}; allow at least {need}")
+    written = UNIT_COST * max((unit_of(made) for made, _ in pairs), default=0)
+    movers = MOVERS if MOVERS * max(need + 2 * room, written) <= max_bytes else 1
+    return movers, max(1, need, max_bytes // (2 * movers))
+
+
+def unit_of(array: Array) -> int:
+    """Return the size of the largest chunk in which an array is stored; 0 where any bytes can be read."""
+    return max((int(s.unit) for s in array.pieces.sources if s.unit != 1), default=0)
 
 
 def _runs(items: Sequence[Item], targets: Targets, joined: Joined, rows: Ints, bounds: Ints) -> Ints:
@@ -408,11 +430,11 @@ def fill(
     done = 0
     if progress:
         progress(0, total)
-    with ThreadPoolExecutor(MOVERS, thread_name_prefix="meshload-write") as pool:
+    with ThreadPoolExecutor(made.movers, thread_name_prefix="meshload-write") as pool:
         waiting: list[Any] = []
         try:
             for group in mine:
-                if len(waiting) >= MOVERS:
+                if len(waiting) >= made.movers:
                     done = _advance(done + waiting.pop(0).result(), total, progress)
                 if check is not None:
                     check()
@@ -517,7 +539,7 @@ def _plan_of(made: Filling, items: Sequence[int]) -> Plan:
     target = np.repeat(np.arange(len(numbers)), [made.bounds[i + 1] - made.bounds[i] for i in numbers])
     copies = replace(made.joined.copies.take(rows), target=target)
     targets = [made.targets[i] for i in numbers]
-    return Plan(targets, copies, others, max_bytes=max(1, made.max_bytes // (2 * MOVERS)))
+    return Plan(targets, copies, others, max_bytes=made.reading)
 
 
 def _written(item: Item, plan: Plan, place: int, buffers: dict[int, Bytes], resume: bool, lossy: bool) -> Callable[[], None]:
