@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -132,12 +133,7 @@ class Sharding:
     def boxes(self, shape: Shape, mesh: Mesh, rank: int) -> tuple[Box, ...]:
         """Return the boxes of a rank, in the order in which its local array holds them; none where it holds nothing."""
         self._fits(shape)
-        at = mesh.coordinates(rank)
-        runs = [_runs(n, cuts, mesh, at) for n, cuts in zip(shape, self.cuts, strict=True)]
-        found = []
-        for combination in itertools.product(*runs):
-            found.append(Box(tuple(a for a, _ in combination), tuple(b - a for a, b in combination)))
-        return tuple(found)
+        return _boxes(self, tuple(shape), mesh, int(rank))
 
     def boxes_of_ranks(self, shape: Shape, mesh: Mesh, ranks: Ints) -> tuple[Ints, Ints]:
         """Return `(n, d)` starts and shapes of the one box of each of `n` ranks; not for strided shards."""
@@ -165,6 +161,14 @@ class Sharding:
     def _fits(self, shape: Shape) -> None:
         if len(shape) != len(self.cuts):
             raise LayoutError(f"a sharding of {len(self.cuts)} dims does not fit an array of shape {shape}")
+
+
+@lru_cache(maxsize=1024)
+def _boxes(sharding: Sharding, shape: Shape, mesh: Mesh, rank: int) -> tuple[Box, ...]:
+    """Return what `Sharding.boxes` does: most arrays of a model are cut as another is."""
+    at = mesh.coordinates(rank)
+    runs = [_runs(n, cuts, mesh, at) for n, cuts in zip(shape, sharding.cuts, strict=True)]
+    return tuple(Box(tuple(a for a, _ in one), tuple(b - a for a, b in one)) for one in itertools.product(*runs))
 
 
 def sharding(dims: Iterable[Axes]) -> Sharding:

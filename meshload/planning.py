@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from .array import Array, Step
 from .box import Box, Shape
 from .errors import FormatError, LimitError, MissingPieces, Overlap, listing
-from .pieces import Ints, Pieces, piece
+from .pieces import Ints, Pieces, piece, stacked
 from .scheduling import Copies, Schedule, schedule
 from .source import Source
 
@@ -238,7 +238,8 @@ class Job:
     """One join: what is wanted of an array (or part), and where it is stored, in the same dims."""
 
     label: str
-    itemsize: int
+    itemsize: int | Ints
+    """Of all wanted rows, or of each."""
     wanted: Pieces
     """Its `source` counts targets."""
     stored: Pieces
@@ -267,25 +268,59 @@ def plan(jobs: Iterable[Job], targets: Targets) -> Joined:
     problems: list[MissingPieces | Overlap] = []
     others: dict[int, list[int]] = {}
     kept: dict[int, Any] = {}  # id() of a source tuple is only good while the tuple lives
-    for job in jobs:
-        if not len(job.wanted):
+    for group in _groups(jobs):
+        kept.update((id(job.stored.sources), job.stored.sources) for job in group)
+        together = _joined_together(group, targets) if len(group) > 1 else None
+        if together is not None:
+            tables.append(together)
             continue
-        kept[id(job.stored.sources)] = job.stored.sources
-        try:
-            number = copy_numbers(job.stored)
-            tables.append(_joined(replace(job, stored=job.stored.take(number == 0)), targets))
-            if job.copies != "first":
-                for n in range(1, int(number.max(initial=0)) + 1):
-                    again = replace(job, stored=job.stored.take(number == n))
-                    tables += _joined_again(again, targets, n, others)
-        except (MissingPieces, Overlap) as error:
-            problems.append(error)
+        for job in group:
+            try:
+                number = copy_numbers(job.stored)
+                tables.append(_joined(replace(job, stored=job.stored.take(number == 0)), targets))
+                if job.copies != "first":
+                    for n in range(1, int(number.max(initial=0)) + 1):
+                        again = replace(job, stored=job.stored.take(number == n))
+                        tables += _joined_again(again, targets, n, others)
+            except (MissingPieces, Overlap) as error:
+                problems.append(error)
     if problems:
         kind = type(problems[0])
         raise kind(listing((str(p) for p in problems), 10) if len(problems) > 1 else str(problems[0]))
     copies = Copies.union(tables)
     _check_inside(copies, targets)
     return Joined(copies, {i: tuple(more) for i, more in others.items()})
+
+
+SMALL = 64
+"""Jobs with no more pairs of rows than this are joined many at a time: each for itself costs some 30 array operations."""
+
+
+def _groups(jobs: Iterable[Job]) -> Iterator[list[Job]]:
+    """Go through jobs in groups that can be joined together: small ones of as many dims, the others alone."""
+    small: dict[int, list[Job]] = {}
+    for job in jobs:
+        if not len(job.wanted):
+            continue
+        if job.copies == "first" and job.wanted.ndim and len(job.wanted) * len(job.stored) <= SMALL:
+            small.setdefault(job.wanted.ndim, []).append(job)
+        else:
+            yield [job]
+    yield from small.values()
+
+
+def _joined_together(jobs: Sequence[Job], targets: Sequence[Target]) -> Copies | None:
+    """Join many jobs as one whose first dim counts them; None where something is wrong, which each job alone can name."""
+    at = np.arange(len(jobs))[:, None]
+    wanted = stacked([replace(job.wanted, sources=()) for job in jobs], at)  # targets, counted over all jobs
+    stored = stacked([job.stored for job in jobs], at)
+    itemsize = np.fromiter((job.itemsize for job in jobs), np.int64, len(jobs))[wanted.start[:, 0]]
+    try:
+        found = _joined(Job("", itemsize, wanted, stored.take(copy_numbers(stored) == 0)), targets)
+    except (MissingPieces, Overlap):
+        return None
+    columns = {name: getattr(found, name)[:, 1:] for name in ("strides", "target_strides", "shape")}
+    return replace(found, **columns)
 
 
 def _joined_again(job: Job, targets: Targets, n: int, others: dict[int, list[int]]) -> list[Copies]:
@@ -333,7 +368,7 @@ def _joined(job: Job, targets: Sequence[Target]) -> Copies:
         wanted.offset + ((start - wanted.start) * wanted.strides).sum(axis=1),
         wanted.strides,
         shape,
-        np.full(len(w), job.itemsize, np.int64),
+        np.broadcast_to(np.asarray(job.itemsize, np.int64), (len(job.wanted),))[w],
     )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,13 @@ def _memory(
     first: int, indices: Sequence[tuple[int, ...]], boxes: Sequence[tuple[Shape, Shape]], local: Shape, itemsize: int
 ) -> Pieces:
     """Return the pieces of `len(indices)` tensors of local shape `local`, each holding `boxes` of the array, in order."""
+    found = _memory_of(tuple(indices), tuple(boxes), local, itemsize)
+    return replace(found, source=found.source + first)
+
+
+@lru_cache(maxsize=256)
+def _memory_of(indices: tuple[tuple[int, ...], ...], boxes: tuple[tuple[Shape, Shape], ...], local: Shape, itemsize: int) -> Pieces:
+    """Return the pieces of tensors that count from 0: most arrays of a model have the shape of another."""
     n, k, ndim = len(indices), len(indices[0]) if indices else 0, len(local)
     strides = row_major(local, itemsize)
     skips = _skips([Box(start, shape) for start, shape in boxes], strides)
@@ -254,7 +262,7 @@ def _memory(
     step = np.tile(np.asarray(strides, np.int64).reshape(1, ndim), (n * m, 1))
     return table(
         (),
-        np.repeat(np.arange(first, first + n), m),
+        np.repeat(np.arange(n), m),
         np.tile(np.asarray(skips, np.int64), n),
         np.concatenate([lead, start], axis=1),
         np.concatenate([np.ones_like(lead), shape], axis=1),

@@ -89,6 +89,61 @@ def test_meetings_are_all_pairs_of_rows_that_meet(data: st.DataObject) -> None:
     assert sorted(found) == sorted(plain)
 
 
+def many(count: int, seed: int) -> tuple[Checkpoint, dict[str, tuple[str | None, ...]]]:
+    """Return a checkpoint of many small arrays of 1 to 3 dims, some of them in several files, and a layout for them."""
+    rng = np.random.default_rng(seed)
+    arrays, layout = {}, {}
+    for i in range(count):
+        shape = tuple(int(n) for n in rng.integers(1, 5, rng.integers(1, 4)))
+        name = f"w{i}"
+        if len(shape) == 2 and rng.random() < 0.5:
+            arrays[name] = sharded(name, shape, (int(rng.integers(1, 3)), int(rng.integers(1, 3))))
+        else:
+            arrays[name] = Array(name, F4, shape, piece(InMemory(name, ramp(name, shape).tobytes()), 0, shape, 4))
+        layout[name] = tuple(rng.permutation(["tp", None, None])[: len(shape)].tolist())
+    return Checkpoint(arrays, "memory"), layout
+
+
+@given(count=st.integers(2, 12), seed=st.integers(0, 1 << 30), rank=st.integers(0, 2))
+def test_arrays_joined_together_are_those_joined_one_by_one(count: int, seed: int, rank: int) -> None:
+    checkpoint, layout = many(count, seed)
+
+    def found() -> set[tuple[object, ...]]:
+        c = meshload.plan(checkpoint, mesh="tp=3", rank=rank, layout=layout).copies
+        columns = (c.offset, c.strides, c.target, c.target_offset, c.target_strides, c.shape, c.itemsize)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return {(id(c.sources[s]), *map(str, row)) for s, row in zip(c.source.tolist(), rows, strict=True)}
+
+    together = found()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshload.planning.SMALL", 0)
+        assert found() == together
+
+
+def test_a_thousand_arrays_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def counted(a: Pieces, b: Pieces) -> object:
+        calls.append(len(a))
+        return meetings(a, b)
+
+    monkeypatch.setattr("meshload.planning.meetings", counted)
+    checkpoint, layout = many(1000, 1)
+    made = meshload.plan(checkpoint, mesh="tp=3", rank=1, layout=layout)
+    assert len(calls) == 6  # wanted with stored, and stored with itself, for 1, 2 and 3 dims
+    assert made.wanted_bytes == sum(t.nbytes for t in made.targets)
+
+
+def test_of_arrays_joined_together_those_with_a_hole_are_named() -> None:
+    checkpoint, layout = many(50, 2)
+    broken = {"w7", "w31"}
+    holes = {n: Array(n, F4, (8,), table((Nothing("f", 64),), [0], [0], [[0]], [[3]], [[4]])) for n in broken}
+    lacking = Checkpoint({**checkpoint.arrays, **holes}, "memory")
+    with pytest.raises(meshload.MissingPieces) as caught:
+        meshload.plan(lacking, layout={**layout, **dict.fromkeys(broken, (None,))}, mesh="tp=3", rank=0)
+    assert {word for word in str(caught.value).replace(":", " ").replace(",", " ").split() if word.startswith("w")} == broken
+
+
 # --- holes, overlaps, copies ------------------------------------------------------------------------------------------
 
 
