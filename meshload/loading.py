@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -467,6 +467,7 @@ def _request(
         apart=rank == "all",
     )
     cast = as_dtype(dtype, framework)
+    made = replace(made, notes=(*made.notes, *_cast_cost(made, cast)))
     dtypes = {n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {}
     scales = {} if cast is None else _scales(made, checkpoint.config, cast)
     quantisation = (checkpoint.config or {}).get("quantization_config")
@@ -491,6 +492,16 @@ def byte_count(word: str, n: Any) -> int | None:
     if isinstance(n, bool) or not isinstance(n, (int, float, np.number)) or not 0 <= n < 1 << 62:
         raise LayoutError(f"{word}={n!r}: a number of bytes was expected")
     return int(n)
+
+
+def _cast_cost(made: Plan, cast: np.dtype[Any] | None) -> Iterator[str]:
+    """Say what casting makes of the result."""
+    if cast is None:
+        return
+    changed = [t for i, t in enumerate(made.targets) if i not in made.spare and is_floating(t.dtype) and t.dtype != cast]
+    if changed:
+        after, before = sum(t.size * cast.itemsize for t in changed), sum(t.nbytes for t in changed)
+        yield f"dtype={cast.name}: {len(changed)} arrays are cast, and take {after} bytes in place of {before}"
 
 
 def _scales(made: Plan, config: Mapping[str, Any] | None, cast: np.dtype[Any]) -> dict[int, int]:

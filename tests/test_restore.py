@@ -730,3 +730,13 @@ def test_two_spellings_with_and_without_a_prefix_are_refused(tmp_path: Path) -> 
     arrays = {**toy(), "norm.weight": ramp("n", (16,))}
     with pytest.raises(meshload.LayoutError, match=r"are the same array of the model: model.norm.weight"):
         restored(write_checkpoint(tmp_path, arrays, TOY))
+
+
+def test_b33_a_plan_shows_what_a_cast_costs() -> None:
+    path = Path(__file__).parent / "golden" / "hf" / "llama_gqa_sharded_bf16" / "checkpoint"
+    plain = meshload.plan(path, mesh="tp=2", rank=0)
+    cast = meshload.plan(path, mesh="tp=2", rank=0, dtype="float32")
+    assert not any("cast" in note for note in plain.notes)
+    count = len(plain.targets)
+    text = f"dtype=float32: {count} arrays are cast, and take {2 * plain.result_bytes} bytes in place of {plain.result_bytes}"
+    assert text in cast.notes
