@@ -20,12 +20,15 @@ import pytest
 import meshload
 from meshload import Box, Checkpoint, Layout
 from meshload.naming import model_of
+from meshload.source import LocalFolder
 from meshload.testing import ramp, same_bits, write_checkpoint
+from meshload_adapters._distcp import read_listing
 from meshload_adapters._distcp_files import chunks_of
 from meshload_adapters._pickle import Global
 from meshload_adapters._pickle_writer import Call, Instance, pickled
 from meshload_adapters._torch_writer import NewStorage, NewTensor, laid_out, new_tensor
 from meshload_adapters.formats.megatron import Megatron
+from meshload_adapters.formats.megatron_core import MegatronCore
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -404,6 +407,55 @@ def test_what_megatron_cannot_cut_is_refused_before_anything_is_written(tmp_path
     with pytest.raises(meshload.LayoutError, match="model_type is None"):
         meshload.convert(write_checkpoint(tmp_path / "x", {"w": np.zeros(3)}), tmp_path / "out", to="megatron")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("mesh", RANK_MESHES)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "gpt_neox"])
+def test_megatron_core_gives_back_what_it_was_made_of(tmp_path: Path, family: str, mesh: str | None) -> None:
+    there = check_round_trip(tmp_path, family, "megatron_core", mesh)
+    ranks = {None: [0], "tp=2": [0, 1], "pp=2,tp=2": [0, 1, 2, 3], "dp=2,tp=2": [0, 1]}[mesh]
+    assert sorted(f.name for f in (tmp_path / "there/release").glob("*.distcp")) == [f"__{r}_0.distcp" for r in ranks]
+    stored = there.with_names("stored")
+    assert stored["decoder.layers.self_attention.linear_qkv.weight"].shape[0] == 4
+    assert loaded_by_dcp(tmp_path / "there/release", stored) == {n: np.asarray(a).tobytes() for n, a in stored.items()}
+
+
+@pytest.mark.parametrize(("golden", "family"), [("td-ep2-fp32-moe", "mixtral"), ("td-tp2-dp2-fp32-distopt-dpre-qwen2", "qwen2")])
+def test_megatron_core_has_the_keys_and_chunks_that_megatron_writes(tmp_path: Path, golden: str, family: str) -> None:
+    path = Path(__file__).parent / "golden/megatron" / golden
+    theirs = meshload.open(path, config={"model_type": family})
+    mesh = {"mixtral": "ep=2", "qwen2": "tp=2"}[family]
+    meshload.convert(theirs, tmp_path / "out", to=MegatronCore(transformer_impl="local"), mesh=mesh)
+    mine = meshload.open(tmp_path / "out")
+    one, other = mine.with_names("stored"), theirs.with_names("stored")
+    weights = {n for n in other if "optimizer." not in n}
+    assert set(one) == weights
+    weights -= {"embedding.word_embeddings.weight", "output_layer.weight"}  # padded there
+    assert [n for n in weights if not same_bits(one[n], other[n])] == []
+    listed = [
+        read_listing([LocalFolder(f.parent).file(".metadata")]) for f in (*tmp_path.rglob(".metadata"), *path.rglob(".metadata"))
+    ]
+    chunks = [{n: set(t.sizes.items()) for n, t in found.tensors.items() if n in weights} for found in listed]
+    assert chunks[0] == chunks[1]
+    states = [{n for n in found.objects if "_extra_state" in n} for found in listed]
+    model = ["num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "swiglu", "normalization"]
+    model += ["add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights", "position_embedding_type", "num_experts"]
+    model += ["group_query_attention", "params_dtype", "tensor_model_parallel_size", "expert_model_parallel_size"]
+    assert {n: mine.meta["args"][n] for n in model} == {n: theirs.meta["args"].get(n) for n in model}
+
+
+def test_megatron_core_keeps_layers_apart_that_are_not_alike(tmp_path: Path) -> None:
+    config = {**CONFIGS["mixtral"], "model_type": "qwen3_moe", "num_experts": 4, "head_dim": 4, "moe_intermediate_size": 8}
+    config |= {"mlp_only_layers": [0], "decoder_sparse_step": 1}
+    CONFIGS["qwen3_moe"] = config
+    there = check_round_trip(tmp_path, "qwen3_moe", "megatron_core", "tp=2")
+    stored = there.with_names("stored")
+    assert stored["decoder.layers.0.mlp.linear_fc1.weight"].shape == (24, 16)
+    assert stored["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (4, 16, 16)
+    assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in stored
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in stored
+    assert there.meta["args"]["moe_layer_freq"] == [0, 1, 1, 1]
+    assert there.meta["content_metadata"]["non_homogeneous_layers"] is True
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from meshload.writing import lay_out, put
 from ._distcp_runs import METADATA, STORAGE
 from ._pickle import Global
 from ._pickle_writer import Call, Instance, pickled
-from ._torch_writer import ALIGNMENT, dtype_of, laid_out_tensor
+from ._torch_writer import ALIGNMENT, Parts, dtype_of, laid_out, laid_out_tensor
 
 VERSION = "1.0.0"
 
@@ -71,21 +72,27 @@ def _is_tiling(shape: Shape, boxes: tuple[Box, ...]) -> bool:
     return not any(meets)
 
 
-def lay_out_entries(folder: LocalFolder, entries: Iterable[NewEntry], *, paths: bool) -> None:
+def lay_out_entries(
+    folder: LocalFolder, entries: Iterable[NewEntry], *, paths: bool, objects: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Make `__{rank}_0.distcp` for each rank that has something to store, and `.metadata`.
 
-    With `paths`, it is noted that each key is one of the dict that was saved.
+    With `paths`, it is noted that each key is one of the dict that was saved. `objects`, by their keys, are no tensors.
     """
     files: dict[int, _File] = {}
     described: dict[str, Instance] = {}
     stored: dict[Instance, Instance] = {}
+    for key, value in objects.items():
+        described[key] = Instance(Global(METADATA, "BytesStorageMetadata"))
+        index = Instance(Global(METADATA, "MetadataIndex"), {"fqn": key, "index": None, "offset": None})
+        stored[index] = files.setdefault(0, _File("__0_0.distcp")).add(*laid_out(value))
     for entry in entries:
         if entry.key in described:
             raise LayoutError(f"{entry.key}: two tensors have this key")
         described[entry.key] = _tensor(entry)
         for i, (rank, box) in enumerate(entry.chunks):
             file = files.setdefault(rank, _File(f"__{rank}_0.distcp"))
-            stored[_index(entry.key, box, i)] = file.add(entry.dtype, box.shape)
+            stored[_index(entry.key, box, i)] = file.add(*laid_out_tensor(entry.dtype, box.shape))
     for file in files.values():
         lay_out(folder, file.name, file.parts(), file.size)
     put(folder, ".metadata", pickled(_metadata(described, stored, paths=paths), protocol=4))
@@ -97,18 +104,17 @@ class _File:
     def __init__(self, name: str) -> None:
         self.name = name
         self.size = 0
-        self._entries: list[tuple[int, str, Shape]] = []
+        self._entries: list[tuple[int, Parts]] = []
 
-    def add(self, dtype: str, shape: Shape) -> Instance:
+    def add(self, parts: Parts, length: int) -> Instance:
         at = self.size + -self.size % ALIGNMENT
-        _, length = laid_out_tensor(dtype, shape)
-        self._entries.append((at, dtype, shape))
+        self._entries.append((at, parts))
         self.size = at + length
         return Instance(Global(STORAGE, "_StorageInfo"), {"relative_path": self.name, "offset": at, "length": length})
 
     def parts(self) -> Iterator[tuple[int, bytes]]:
-        for at, dtype, shape in self._entries:
-            for offset, data in laid_out_tensor(dtype, shape)[0]:
+        for at, parts in self._entries:
+            for offset, data in parts:
                 yield at + offset, data
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshload.array import Array
-from meshload.box import Shape
+from meshload.box import Box, Shape
 from meshload.errors import LayoutError, listing
-from meshload.mesh import Mesh
+from meshload.mesh import Mesh, even_parts, parts
 from meshload.naming import Model, model_of
 from meshload.source import LocalFolder
 from meshload.writing import lay_out, put
 
+from ._distcp_files import Chunk, NewEntry, lay_out_entries
 from ._megatron import TRACKER
 from ._megatron_shards import COLUMNS, EMBEDDING, GATED, HEAD, QKV, ROWS, UNKNOWN, Name, taken_apart
 from ._pickle import Global
@@ -60,7 +62,9 @@ def model_for(config: Mapping[str, Any] | None) -> Model:
 # --- args -------------------------------------------------------------------------------------------------------------
 
 
-def arguments_of(model: Model, degrees: Degrees, dtype: str, *, vocabulary: int | None = None) -> Instance:
+def arguments_of(
+    model: Model, degrees: Degrees, dtype: str, *, vocabulary: int | None = None, transformer_impl: str = "local"
+) -> Instance:
     """Return `args` with what Megatron takes from a checkpoint; `vocabulary`: with its padding."""
     config, sizes = model.config, model.sizes
     heads, groups, head = sizes["kv_heads"] * sizes["group"], sizes["kv_heads"], sizes["head_dim"]
@@ -123,7 +127,7 @@ def arguments_of(model: Model, degrees: Degrees, dtype: str, *, vocabulary: int 
         "num_experts": experts,
         "moe_layer_freq": 1,
         "moe_grouped_gemm": False,
-        "transformer_impl": "local",
+        "transformer_impl": transformer_impl,
         "params_dtype": Global("torch", dtype),
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
@@ -263,3 +267,148 @@ class _Run:
 
 def _replaced(shape: Shape, dim: int, n: int) -> Shape:
     return (*shape[:dim], n, *shape[dim + 1 :])
+
+
+# --- torch_dist -------------------------------------------------------------------------------------------------------
+
+BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+
+STATELESS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
+"""Modules of a layer for which Megatron asks for an `_extra_state`."""
+
+_FUSED_NORMS = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
+
+
+def lay_out_logical(
+    folder: LocalFolder,
+    arrays: Mapping[str, Array],
+    config: Mapping[str, Any] | None,
+    mesh: Mesh,
+    iteration: int | None,
+    transformer_impl: str,
+) -> None:
+    """Make a torch_dist save of weights: chunks as the ranks of the mesh hold them, each in the file of the first that does."""
+    model, degrees = model_for(config), Degrees.of(mesh)
+    dtypes = {dtype_of(array) for array in arrays.values()}
+    keys = _Keys(arrays, transformer_impl == "transformer_engine")
+    entries = [_stack(key, members, keys.counts(key), model, mesh) for key, members in keys.members.items()]
+    args = arguments_of(model, degrees, dtypes.pop() if len(dtypes) == 1 else "float32", transformer_impl=transformer_impl)
+    common = {
+        "args": args,
+        "checkpoint_version": VERSION,
+        "iteration": iteration or 0,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "non_homogeneous_layers": not keys.is_stacked,
+        },
+    }
+    name = "release" if iteration is None else f"iter_{iteration:07d}"
+    inner = LocalFolder(folder.path / name)
+    lay_out_entries(inner, entries, paths=False, objects=keys.extra_states())
+    lay_out(inner, "common.pt", *laid_out(common))
+    put(inner, "metadata.json", json.dumps(BACKEND).encode())
+    put(folder, TRACKER, b"release" if iteration is None else str(iteration).encode())
+
+
+_Member = tuple[tuple[int, ...], Array]
+"""An array's numbers in the stack of its key, of layer and expert, and the array."""
+
+
+class _Keys:
+    """What torch_dist calls the arrays: those of all layers, and of all experts, are one where layers are alike."""
+
+    def __init__(self, arrays: Mapping[str, Array], fused: bool) -> None:
+        apart = {name: taken_apart(name) for name in arrays}
+        odd = [name for name, a in apart.items() if a.cut == UNKNOWN]
+        if odd:
+            raise LayoutError(f"Megatron has no such modules as {listing(odd)}")
+        kinds: dict[int, set[Any]] = {}
+        for name, a in apart.items():
+            if a.layer is not None:
+                kinds.setdefault(a.layer, set()).add((a.stem, a.expert, arrays[name].shape))
+        self.layers = len(kinds)
+        self.is_stacked = len(set(map(frozenset, kinds.values()))) == 1
+        routed = {a.layer for a in apart.values() if a.is_expert}
+        self.members: dict[str, list[_Member]] = {}
+        for name, array in arrays.items():
+            a = apart[name]
+            numbers: tuple[int, ...] = () if a.layer is None or not self.is_stacked else (a.layer,)
+            numbers += () if a.expert is None else (a.expert,)
+            key = _key(a, self.is_stacked, keep=fused and a.layer in routed)
+            self.members.setdefault(key, []).append((numbers, array))
+
+    def counts(self, key: str) -> Shape:
+        """Return the extents of the stack."""
+        return tuple(max(n) + 1 for n in zip(*(numbers for numbers, _ in self.members[key]), strict=True))
+
+    def extra_states(self) -> dict[str, Any]:
+        """Return the objects that Megatron asks for beside the weights, which say nothing."""
+        found: dict[str, Any] = {}
+        for key, members in self.members.items():
+            module = key.removesuffix(".weight")
+            if module != key and module.replace(".experts.experts", "").endswith(STATELESS):
+                counts = self.counts(key)
+                for numbers, _ in members:
+                    shard = ".".join(map(str, numbers or (0,))), ".".join(map(str, counts or (1,)))
+                    found[f"{module}._extra_state/shard_{shard[0]}_{shard[1]}"] = [None]
+        return found
+
+
+def _key(name: Name, is_stacked: bool, *, keep: bool) -> str:
+    """Return the key of an array; its norm stays a module of its own where Transformer Engine `keep`s it so, before experts."""
+    found = name.stem.replace(".local_experts.{expert}.", ".experts.")
+    module, _, parameter = found.rpartition(".")
+    head, _, norm = module.rpartition(".")
+    if name.layer is not None and norm in _FUSED_NORMS and not (keep and norm == "pre_mlp_layernorm"):
+        found = f"{head}.{_FUSED_NORMS[norm]}.layer_norm_{parameter}"
+    return found.replace(".{layer}.", "." if is_stacked else f".{name.layer}.")
+
+
+def _stack(key: str, members: Sequence[_Member], counts: Shape, model: Model, mesh: Mesh) -> NewEntry:
+    """Return the entry of arrays that are one."""
+    kinds = {(dtype_of(array), array.shape) for _, array in members}
+    if len(kinds) != 1 or len(members) != math.prod(counts):
+        raise LayoutError(f"{key}: its {math.prod(counts)} arrays are not alike: {listing(f'{d} {s}' for d, s in sorted(kinds))}")
+    dtype, shape = kinds.pop()
+    chunks: list[Chunk] = []
+    for numbers, array in members:
+        for rank, box in _chunks(array, model, mesh):
+            chunks.append((rank, Box((*numbers, *box.start), (*(1 for _ in numbers), *box.shape))))
+    return NewEntry(key, dtype, (*counts, *shape), chunks)
+
+
+def _chunks(array: Array, model: Model, mesh: Mesh) -> list[Chunk]:
+    """Return the boxes that tensor-parallel ranks hold of an array, with the first ranks of the mesh that hold them."""
+    name, degrees = taken_apart(array.name), Degrees.of(mesh)
+    p, e = 0, 0
+    if name.layer is not None:
+        held = [even_parts(model.sizes["layer"], degrees.pp, i) for i in range(degrees.pp)]
+        p = next(i for i, (start, stop) in enumerate(held) if start <= name.layer < stop)
+    elif not array.name.startswith("embedding."):
+        p = degrees.pp - 1
+    if name.expert is not None:
+        held = [parts(model.sizes["expert"], degrees.ep, i) for i in range(degrees.ep)]
+        e = next(i for i, (start, stop) in enumerate(held) if start <= name.expert < stop)
+    dim = {ROWS: 0, GATED: 0, QKV: 0, COLUMNS: 1}.get(name.cut)
+    if dim is None:
+        return [(_rank(mesh, pp=p, ep=e), Box((0,) * array.ndim, array.shape))]
+    halves = 2 if name.cut == GATED and model.family not in PLAIN else 1
+    extent = array.shape[dim] // halves
+    found = []
+    for half in range(halves):
+        for t in range(degrees.tp):
+            start, stop = parts(extent, degrees.tp, t)
+            if start < stop:
+                at = _replaced((0,) * array.ndim, dim, half * extent + start)
+                found.append((_rank(mesh, tp=t, pp=p, ep=e), Box(at, _replaced(array.shape, dim, stop - start))))
+    return found
+
+
+def _rank(mesh: Mesh, **at: int) -> int:
+    """Return the rank at a place, the first along other axes."""
+    rank = 0
+    for axis, size in zip(mesh.names, mesh.sizes, strict=True):
+        rank = rank * size + at.get(axis, 0)
+    return rank

@@ -28,8 +28,8 @@ class Instance:
     """An object of a class, made without calling it, whose attributes are then set."""
 
     kind: Global
-    state: Any
-    """What its `__setstate__` is given; by default a dict of its attributes."""
+    state: Any = None
+    """What its `__setstate__` is given, by default a dict of its attributes; None where nothing is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,8 +114,9 @@ class _Machine:
             self._save_global(value.kind)
             self.out += b")\x81"
             self._keep(value)
-            self.save(value.state)
-            self.out += b"b"
+            if value.state is not None:
+                self.save(value.state)
+                self.out += b"b"
         elif kind is Persistent:
             self.save(value.id)
             self.out += b"Q"

@@ -25,6 +25,10 @@ Several optimizers have a prefix `chained_{n}.`, of which 1 is the experts'. Why
 
 Source: https://github.com/NVIDIA/Megatron-LM, `megatron/core/dist_checkpointing` and `megatron/core/optimizer`. Tried with
 megatron-core 0.13 and 0.16. The zarr backend (before 0.13) and `fsdp_dtensor` are not read here.
+
+Written are weights, stacked where layers are alike, in chunks as the axes `tp`, `pp` and `ep` of the mesh cut them, with `args` and
+empty `_extra_state`s. Spelled for Transformer Engine unless `transformer_impl="local"`, which differs in the norms before experts.
+The vocabulary is not padded. Load it without optimizer and random state.
 """
 
 from __future__ import annotations
@@ -42,11 +46,13 @@ import numpy as np
 from meshload.array import Array, concatenate
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, SourceError, listing
-from meshload.source import Folder, read_bytes
+from meshload.formats import Parts
+from meshload.source import Folder, LocalFolder, read_bytes
 
 from .._distcp import Found, Listing, find_arrays, read_listing
 from .._megatron import CORE, REFUSED, Save, arguments, config_of, find_save, lacking, number, plain
 from .._megatron_buffers import Refused
+from .._megatron_files import lay_out_logical
 from .._megatron_flat import BUCKET, KINDS, PARAM_STATE, Run, buckets_of, states_of, unpacked
 from .._megatron_shards import EMBEDDING, GATED, HEAD, taken_apart
 from .._torch_file import TorchFile
@@ -66,9 +72,12 @@ class MegatronCore:
     glu_interleave: int | None = None
     """Rows of gate and of up that take turns in the experts' `linear_fc1`; 0 for gate over up."""
     transformer_impl: str | None = None
-    """`local` or `transformer_engine`: the layer spec, which the order of flat optimizer states needs."""
+    """`local` or `transformer_engine`: the layer spec, which the order of flat optimizer states needs, and writing."""
+    iteration: int | None = None
+    """When writing: the iteration's number; by default `release`, for which Megatron asks for no optimizer and no random state."""
     name: str = field(default="megatron_core", init=False)
     order: int = field(default=30, init=False)
+    naming: str = field(default="megatron", init=False)
 
     def __post_init__(self) -> None:
         if self.glu_interleave is not None and (type(self.glu_interleave) is not int or self.glu_interleave < 0):
@@ -111,6 +120,14 @@ class MegatronCore:
             problems=tuple(problems),
             views={"stored": partial(_stored, found)},
         )
+
+    def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
+        """Lay out a container as Megatron's ranks at the places of the mesh write it."""
+        spec = self.transformer_impl or "transformer_engine"
+        lay_out_logical(folder, like.arrays, like.config, parts.mesh, self.iteration, spec)
+
+    def commit(self, folder: LocalFolder) -> None:
+        """Do nothing: `.metadata` and the tracker stand in the folder that now gets its name."""
 
     def _interleave(self, args: Mapping[str, Any]) -> int | None:
         """Return the rows that gate and up take turns in; None where `args` have them do so, and what was saved is not known."""
