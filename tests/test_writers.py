@@ -438,6 +438,7 @@ def test_megatron_core_has_the_keys_and_chunks_that_megatron_writes(tmp_path: Pa
     chunks = [{n: set(t.sizes.items()) for n, t in found.tensors.items() if n in weights} for found in listed]
     assert chunks[0] == chunks[1]
     states = [{n for n in found.objects if "_extra_state" in n} for found in listed]
+    assert states[0] == states[1]
     model = ["num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "swiglu", "normalization"]
     model += ["add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights", "position_embedding_type", "num_experts"]
     model += ["group_query_attention", "params_dtype", "tensor_model_parallel_size", "expert_model_parallel_size"]
