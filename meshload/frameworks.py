@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from .box import Box, Shape
 from .errors import LayoutError
+from .formats import adapters
 from .mesh import Axes, Mesh
 
 
@@ -136,9 +137,7 @@ class Framework(Protocol):
 
 def installed() -> dict[str, Framework]:
     """Return the installed frameworks by name."""
-    from importlib.metadata import entry_points  # slow to import
-
-    return {point.name: point.load()() for point in entry_points(group="meshload.frameworks")}
+    return {point.name: point.load()() for point in adapters("meshload.frameworks")}
 
 
 def framework_of(into: str | None, *things: Any) -> Framework:

@@ -22,6 +22,7 @@ from .box import Shape
 from .checkpoint import Checkpoint
 from .errors import LayoutError, listing
 from .expression import evaluate, needed
+from .formats import adapters
 from .layout import size_of_blocks
 from .pattern import Line, Namer, Pattern, Table, find, fuse, parse_table, refined, shown_shape
 from .pieces import Pieces, stacked, union
@@ -36,10 +37,8 @@ MOST = 1 << 20
 @lru_cache(maxsize=1)
 def namings() -> dict[str, tuple[Table, ...]]:
     """Return the installed tables per naming."""
-    from importlib.metadata import entry_points  # slow to import
-
     found: dict[str, tuple[Table, ...]] = {}
-    for point in entry_points(group="meshload.models"):
+    for point in adapters("meshload.models"):
         if point.name != "quantised":
             found[point.name] = tuple(parse_table(text) for text in point.load())
     return found
@@ -47,9 +46,7 @@ def namings() -> dict[str, tuple[Table, ...]]:
 
 def naming_names() -> list[str]:
     """Return the names of the installed namings."""
-    from importlib.metadata import entry_points  # slow to import
-
-    return sorted({point.name for point in entry_points(group="meshload.models")} - {"quantised"})
+    return sorted({point.name for point in adapters("meshload.models")} - {"quantised"})
 
 
 def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,9 +217,7 @@ def _decided(model: Model, names: Iterable[str]) -> Model:
 @lru_cache(maxsize=1)
 def methods() -> tuple[Method, ...]:
     """Return the installed methods of quantisation."""
-    from importlib.metadata import entry_points  # slow to import
-
-    points = entry_points(group="meshload.models", name="quantised")
+    points = [point for point in adapters("meshload.models") if point.name == "quantised"]
     return tuple(parse_method(text) for point in points for text in point.load())
 
 

@@ -517,12 +517,12 @@ def _parse_line(line: str, where: str) -> Line:
     part, name, *rest = body.split(None, 2)
     pattern = parse(rest[0] if rest else "")
     optional, older, part = part.startswith("?"), part.startswith("<"), part.lstrip("?<")
-    parts = tuple(pattern.parts()) or (part,)
-    if (part == "-") != bool(pattern.parts()):
+    named = tuple(pattern.parts())
+    if (part == "-") != bool(named):
         raise ValueError(f"table line {line!r}: the part is `-` exactly where the pattern names parts")
     if not where:
         raise ValueError(f"table line {line!r} stands before a section: first, layers or last")
-    return Line(parts, name, pattern, where, condition.strip() or None, optional, older)
+    return Line(named or (part,), name, pattern, where, condition.strip() or None, optional, older)
 
 
 @dataclass(frozen=True)
@@ -530,19 +530,19 @@ class Namer:
     """Finds the line and the counted indices of a stored name."""
 
     table: Table
-    _by_shape: dict[str, list[tuple[re.Pattern[str], Line]]] = field(default_factory=dict)
+    _by_shape: dict[str, list[tuple[str, Line]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for line in self.table.lines:
             literal = _COUNTED.sub("0", line.name)
             pieces = _COUNTED.sub("\n", line.name).split("\n")
-            expression = re.compile(r"(0|[1-9]\d*)".join(map(re.escape, pieces)))
+            expression = r"(0|[1-9]\d*)".join(map(re.escape, pieces))
             self._by_shape.setdefault(re.sub(r"\d+", "#", literal), []).append((expression, line))
 
     def find(self, name: str) -> tuple[Line, tuple[int, ...]] | None:
         """Return the line that a name belongs to, with the layer, the expert ... that it counts."""
         for expression, line in self._by_shape.get(re.sub(r"\d+", "#", name), ()):
-            match = expression.fullmatch(name)
+            match = re.fullmatch(expression, name)
             index = tuple(int(n) - first for n, first in zip(match.groups(), line.first, strict=True)) if match else (-1,)
             if all(i >= 0 for i in index):
                 return line, index
