@@ -27,8 +27,8 @@ import meshload.source
 from meshload.array import Array, concatenate
 from meshload.checkpoint import Checkpoint
 from meshload.pieces import piece, table
-from meshload.planning import Plan, plan_array
-from meshload.reading import buffers_for, fragments, read, values_of
+from meshload.planning import Plan, Target, plan_array
+from meshload.reading import buffer_for, buffers_for, fragments, read, values_of
 from meshload.scheduling import REQUEST, merged
 from meshload.source import ChunkedArray, LocalFile, plain_runs
 from meshload.testing import Counted, InMemory, Log, counted, ramp, read_safetensors, same_bits, write_checkpoint, write_safetensors
@@ -582,6 +582,22 @@ def test_b77_each_of_4_processes_grows_by_its_slices_alone(run_python: Callable[
         growth, slices, _ = map(int, run.result().split())
         assert slices == 64 * MiB + 16
         assert growth <= slices + 16 * MiB + SLACK
+
+
+@pytest.mark.parametrize("filled", [1 << 20, (1 << 20) - 3])
+@pytest.mark.parametrize("itemsize", [1, 4, 8])
+def test_new_memory_is_aligned_writeable_and_zero_where_it_is_padded(filled: int, itemsize: int) -> None:
+    dtype = np.dtype(f"u{itemsize}")
+    target = Target("w", (0,), dtype, (1 << 20,), (1 << 20,), None, filled)
+    buffer = buffer_for(target)
+    assert (buffer.nbytes, buffer.ctypes.data % 64, buffer.flags.writeable) == (itemsize << 20, 0, True)
+    if filled < target.size:
+        assert not buffer.any()
+
+
+def test_a_shape_that_no_memory_holds_is_refused_by_name() -> None:
+    with pytest.raises(meshload.LimitError, match=r"w: \(1152921504606846976,\) of float32, \d+ bytes, find no memory"):
+        buffer_for(Target("w", (0,), F4, (1 << 60,), (1 << 60,), None, 1 << 60))
 
 
 def test_a_chunk_above_the_ceiling_is_refused_before_reading() -> None:
