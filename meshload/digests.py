@@ -113,6 +113,11 @@ class Digest:
             raise SourceError(f"{name}: cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{name}: it is no digest: not JSON: {error}") from error
+        return Digest.from_json(found, name)
+
+    @staticmethod
+    def from_json(found: Any, name: str = "a digest") -> Digest:
+        """Return what `to_json` gave; `name` is what messages call it."""
         arrays = found.get("arrays") if isinstance(found, dict) and found.get("digest") == "crc32" else None
         if not isinstance(arrays, dict):
             raise FormatError(f'{name}: it is no digest: {{"digest": "crc32", "arrays": {{...}}}} was expected')

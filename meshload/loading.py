@@ -16,7 +16,7 @@ from .box import Box
 from .checkpoint import Checkpoint
 from .digests import Digest, of_slice, total
 from .errors import FormatError, LayoutError, MeshloadWarning, MissingArray, MissingPieces, listing
-from .exchange import Alone, exchange_of, read_shared, running, together
+from .exchange import Alone, exchange_of, read_shared, running, shared, together
 from .formats import Format, choose, described
 from .frameworks import Framework, Group, Placement, Slice, framework_of, is_floating
 from .layout import Layout
@@ -190,7 +190,8 @@ def restore(
         copies: What becomes of replicated copies (norms under tp): the `"first"` is taken, `"check"` raises `CopiesDiffer` where
             they are not equal, `"mean"` takes their mean.
         digest: A `Digest`, or a file that its `save` wrote: what arrives is compared with it, as stored, and `FormatError` is
-            raised where it differs. Of an array that this process holds in part nothing can be said: a warning tells.
+            raised where it differs. Of an array that this process holds in part, and the others do not tell of theirs
+            (`exchange`), nothing can be said: a warning tells.
         exchange: Whether the running processes share their reads: what several want is read once, and handed on by the process
             group. Then all of them must call. By default they do where the checkpoint lies in an object store or on a network
             file system, and `mesh` spans the group; a rank that is asked for by `rank=` reads alone. The result is the same.
@@ -238,7 +239,7 @@ def restore(
             read(made, buffers, progress=report)
     request.check_ties(buffers)
     if expected is not None:
-        request.check_digest(buffers, expected)
+        request.check_digest(buffers, expected, group)
     return request.place(buffers, device)
 
 
@@ -335,19 +336,16 @@ class _Request:
                         stacklevel=3,
                     )
 
-    def check_digest(self, buffers: Mapping[int, Any], expected: Digest) -> None:
-        """Raise where what was read is not what a digest says."""
-        found: dict[tuple[str, Box], Digest] = {}
-        unlike: list[str] = []  # a slice that is no one box of the array, or is padded
-        for i, target in enumerate(self.plan.targets):
-            box = target.box
-            if i in self.plan.spare or (target.name, box) in found:
-                continue
-            if box is None or target.filled != target.size:
-                unlike.append(target.name)
-                continue
-            values = values_of(buffers[i], target, [buffers[n] for n in self.plan.others.get(i, ())])
-            found[target.name, box] = of_slice(target.name, values, box, target.whole)
+    def check_digest(self, buffers: Mapping[int, Any], expected: Digest, group: Group) -> None:
+        """Raise where what was read, by all processes of a group together, is not what a digest says."""
+        told = together(group, lambda: self._digests(buffers))
+        assert told is not None
+        found, unlike = told
+        if group.size > 1:  # a slice that several processes hold counts once
+            for of_rank in shared(group, [[list(box.start), list(box.shape), one.to_json()] for (_, box), one in found.items()]):
+                for start, shape, one in of_rank:
+                    other = Digest.from_json(one)
+                    found.setdefault((next(iter(other.arrays)), Box(tuple(start), tuple(shape))), other)
         added = total(found.values())
         different = added.differences(expected)
         if different:
@@ -360,6 +358,19 @@ class _Request:
                 MeshloadWarning,
                 stacklevel=3,
             )
+
+    def _digests(self, buffers: Mapping[int, Any]) -> tuple[dict[tuple[str, Box], Digest], list[str]]:
+        """Return the digest of each slice that was read, and the arrays of which a slice is no single box, or is padded."""
+        found: dict[tuple[str, Box], Digest] = {}
+        unlike: list[str] = []
+        for i, target in enumerate(self.plan.targets):
+            box = target.box
+            if box is None or target.filled != target.size:
+                unlike += [] if i in self.plan.spare else [target.name]
+            elif i not in self.plan.spare and (target.name, box) not in found:
+                values = values_of(buffers[i], target, [buffers[n] for n in self.plan.others.get(i, ())])
+                found[target.name, box] = of_slice(target.name, values, box, target.whole)
+        return found, unlike
 
     def place(self, buffers: dict[int, Any], device: Any) -> Any:
         """Turn filled buffers into tensors, letting go of each buffer on the way."""

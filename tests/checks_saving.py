@@ -10,6 +10,7 @@ import re
 import sys
 import traceback
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,19 @@ def check_shared_reads_give_the_same_and_read_once(world: World) -> None:
             read = shared.nbytes + sum(exchange.shared(group, rest))
             most = payload * (1 if source == world.path else 1.01)  # the last chunk of a dim may be short
             assert payload * 0.99 < read <= most, (source, mesh, read, payload)
+
+
+def check_a_digest_is_compared_by_all_ranks_together(world: World) -> None:
+    digest = meshload.digest(world.path)
+    for mesh in ("tp=4", "pp=2,tp=2", "dp=2,tp=2"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            meshload.restore(world.path, mesh=mesh, exchange=True, digest=digest)
+    entry = digest.arrays["model.layers.2.mlp.down_proj.weight"]
+    other = replace(entry, sum=entry.sum ^ 1)
+    wrong = meshload.Digest({**digest.arrays, "model.layers.2.mlp.down_proj.weight": other})
+    with pytest.raises(meshload.FormatError, match=r"layers\.2\.mlp\.down_proj"):
+        meshload.restore(world.path, mesh="tp=4", exchange=True, digest=wrong)
 
 
 def check_a_small_ceiling_takes_more_rounds(world: World) -> None:
