@@ -173,13 +173,18 @@ def verify(
 
 
 def _both(a: Any, b: Any, config: Any) -> tuple[Checkpoint, Checkpoint]:
-    """Open both; where only one tells its config, that serves the other."""
+    """Open both; what one does not tell of its config, the other may."""
     one, other = (p if isinstance(p, Checkpoint) else open(p, config=config) for p in (a, b))
-    if one.config is None and other.config is not None and not isinstance(a, Checkpoint):
-        one = open(a, config=other.config)
-    if other.config is None and one.config is not None and not isinstance(b, Checkpoint):
-        other = open(b, config=one.config)
-    return one, other
+    return _completed(a, one, other.config), _completed(b, other, one.config)
+
+
+def _completed(path: Any, checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Checkpoint:
+    if isinstance(path, Checkpoint) or config is None or not set(config) - set(checkpoint.config or ()):
+        return checkpoint
+    try:
+        return open(path, config=config)
+    except LayoutError:  # the two contradict each other, so they are compared as they are
+        return checkpoint
 
 
 def _only_in(one: Checkpoint, other: Checkpoint, path: Any) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import warnings
@@ -215,7 +216,14 @@ def _view(checkpoint: Checkpoint, writer: Writer, names: str | None) -> Checkpoi
     """Return the source under the names to be written."""
     if names is None and model_in(checkpoint) is not None:
         names = writer.naming
-    return in_full(checkpoint, names)
+    view = in_full(checkpoint, names)
+    stored, shown = (sum(math.prod(a.shape) for a in c.arrays.values()) for c in (checkpoint, view))
+    if shown > stored and view.names not in (checkpoint.names, "native", "stored"):
+        raise LayoutError(
+            f"{shown} elements would be written, {stored} are stored: {view.names} has several names for some of them, and the "
+            f"config does not say which is meant; give it in config= (MaxText's scan_layers is such a key)"
+        )
+    return view
 
 
 def _tell(src: Any, checkpoint: Checkpoint, view: Checkpoint) -> None:
