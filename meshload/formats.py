@@ -24,6 +24,9 @@ ALONE = Mesh((), ())
 """No axes, one rank."""
 
 
+CONFIG = "config.json"
+
+
 @runtime_checkable
 class Format(Protocol):
     """What a format adapter provides. Its entry point names a class whose instances need no arguments."""
@@ -157,15 +160,22 @@ def choose(folder: Folder, format: str | Format | None) -> tuple[Format, list[st
 
 def described(config: Any) -> Mapping[str, Any] | None:
     """Return a model's config: from a dict, a `config.json`, or a folder that has one."""
-    import json
     import os
 
-    from .source import open_folder, read_bytes
+    from .source import open_folder
 
     if config is None or isinstance(config, Mapping):
         return config
     folder = open_folder(os.fspath(config))
-    file = folder.entry or "config.json"
+    return config_in(folder, folder.entry or CONFIG)
+
+
+def config_in(folder: Folder, file: str = CONFIG) -> dict[str, Any]:
+    """Return the config in a file."""
+    import json
+
+    from .source import read_bytes
+
     try:
         found = json.loads(read_bytes(folder.file(file)))
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:

@@ -15,9 +15,9 @@ from .array import Array
 from .box import Box
 from .checkpoint import Checkpoint
 from .digests import Digest, of_slice, total
-from .errors import FormatError, LayoutError, MeshloadWarning, MissingArray, MissingPieces, listing
+from .errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, MissingArray, MissingPieces, listing
 from .exchange import Alone, exchange_of, read_shared, running, shared, together
-from .formats import Format, choose, described
+from .formats import CONFIG, Format, choose, config_in, described
 from .frameworks import Framework, Group, Placement, Slice, framework_of, is_floating
 from .layout import Layout
 from .mesh import Mesh
@@ -40,7 +40,7 @@ from .quantised import SCALES, blocks_of, dequantised, scale_of
 from .ranks import resolved
 from .reading import Progress, buffers_for, read, values_of
 from .requesting import Collector, LayoutLike, all_names, missing_text, model_in, no_table, view_of
-from .source import open_folder
+from .source import Folder, open_folder
 from .wanting import Wanted
 
 
@@ -65,7 +65,10 @@ def open(path: Any, *, format: str | Format | None = None, config: Any = None) -
         aliases = {bare.get(alias, alias): bare.get(name, name) for alias, name in opened.aliases.items()}
         moments = {kind: {bare.get(n, n): a for n, a in of.items()} for kind, of in opened.optimizer.items()}
         opened = replace(opened, arrays=arrays, aliases=aliases, optimizer=moments)
-    merged = _completed(opened.config, described(config))
+    given = described(config)
+    if given is None and "model_type" not in (opened.config or {}):
+        given = _beside(folder, opened.config)
+    merged = _completed(opened.config, given)
     native = replace(opened, meta=meta, config=merged, aliases={**_ties(opened.arrays, merged), **opened.aliases}, names="native")
     return replace(native, views=_views(native, opened))
 
@@ -86,6 +89,21 @@ def _tied_in(naming: str, arrays: Mapping[str, Array], config: Mapping[str, Any]
     model = model_of(naming, config)
     pairs = [] if model is None else [*model.ties.items(), *((name, alias) for alias, name in model.ties.items())]
     return {alias: name for alias, name in pairs if alias not in arrays and name in arrays}
+
+
+def _beside(folder: Folder, told: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Return the `config.json` in the folder, as converting puts it beside any format; not one of another model."""
+    try:
+        found = config_in(folder) if folder.entry is None and folder.has(CONFIG) else None
+    except MeshloadError:
+        return None  # not ours to tell: the format knows nothing of it
+    clash = contradiction(told, found) if told and found else []
+    if clash:
+        warnings.warn(
+            f"{CONFIG} beside the checkpoint is not used, it is of another model: {listing(clash)}", MeshloadWarning, stacklevel=3
+        )
+        return None
+    return found or None
 
 
 def _completed(told: Mapping[str, Any] | None, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

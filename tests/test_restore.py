@@ -740,3 +740,15 @@ def test_b33_a_plan_shows_what_a_cast_costs() -> None:
     count = len(plain.targets)
     text = f"dtype=float32: {count} arrays are cast, and take {2 * plain.result_bytes} bytes in place of {plain.result_bytes}"
     assert text in cast.notes
+
+
+def test_a_config_beside_serves_a_format_that_has_none(tmp_path: Path) -> None:
+    source = Path(__file__).parent / "golden" / "hf" / "llama_gqa_sharded_bf16" / "checkpoint"
+    meshload.convert(source, tmp_path / "out", to="megatron", mesh="tp=2")
+    assert set(meshload.open(tmp_path / "out").with_names("hf")) == set(meshload.open(source))
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
+    with pytest.warns(meshload.MeshloadWarning, match="of another model"):
+        found = meshload.open(tmp_path / "out")
+    with pytest.raises(meshload.LayoutError):
+        found.with_names("hf")
