@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -16,7 +18,7 @@ from .errors import SourceError
 from .frameworks import Group, installed
 from .pieces import Ints
 from .planning import Plan
-from .reading import read
+from .reading import Progress, read
 from .scheduling import Copies, compacted
 from .sharing import SLAB, Shared, share_out
 from .source import Bytes, ByteSource, ChunkedSource, Source
@@ -65,7 +67,7 @@ def together(group: Group, action: Callable[[], T], *, only: int | None = None) 
         raise failed
     for rank, text in enumerate(words):
         if text is not None:
-            raise SourceError(f"rank {rank} failed, so nothing was published: {text}")
+            raise SourceError(f"rank {rank} failed, so all do: {text}")
     return result
 
 
@@ -85,6 +87,7 @@ class Exchange:
     """Those of all processes; None where this one has no part in it."""
     shared: Shared
     budget: int
+    """Bytes that a process may hold, send and take in one round, each."""
 
     @property
     def nbytes(self) -> int:
@@ -95,54 +98,77 @@ class Exchange:
 def exchange_of(plan: Plan, group: Group) -> Exchange:
     """Tell the other processes what this one reads, and share it out; all call it, each with its own plan."""
     mine = compacted(plan.copies)
-    told = [_unpacked(data) for data in group.gather(_packed(mine))]
+    told = [_unpacked(data) for data in group.gather(_packed(mine, plan.max_bytes))]
     own = dict(zip(_keys(mine.sources), mine.sources, strict=True))
-    keys = list(dict.fromkeys(key for of_rank, _ in told for key in of_rank))
+    keys = list(dict.fromkeys(key for of_rank, _, _ in told for key in of_rank))
     number = {key: n for n, key in enumerate(keys)}
-    once = [all(of_rank.count(key) <= 1 for of_rank, _ in told) for key in keys]
+    twice = {key for of_rank, _, _ in told for key, n in Counter(of_rank).items() if n > 1}
+    once = [key not in twice for key in keys]
     places = tuple(_Place(*key) for key in keys)
     tables = []
-    for rank, (of_rank, columns) in enumerate(told):
+    for rank, (of_rank, _, columns) in enumerate(told):
         renumber = np.asarray([number[key] for key in of_rank], np.int64)
         source = renumber[columns["source"]] if len(renumber) else columns["source"]
         target = np.full(len(source), rank, np.int64)
         tables.append(Copies(places, **{**columns, "source": source, "target": target}))
-    budget = max(1, plan.max_bytes // 4)
+    # slabs stay while what is sent is put together, joined and swapped; and all must mean the same rounds
+    budget = max(1, min(ceiling for _, ceiling, _ in told) // 5)
     shared = share_out(Copies.union(tables), slab=min(SLAB, budget), shareable=once)
-    first = sum(len(columns["source"]) for _, columns in told[: group.rank])
+    first = sum(len(columns["source"]) for _, _, columns in told[: group.rank])
     return Exchange(group, mine, first, [own.get(key) for key in keys], shared, budget)
 
 
-def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *, progress: Any = None) -> None:
+def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *, progress: Progress | None = None) -> None:
     """Fill buffers as `read` does; what several processes want is read once between them. Where one fails all raise."""
     group, shared = exchange.group, exchange.shared
-    alone = shared.alone[exchange.first : exchange.first + len(exchange.mine)]
-    together(group, lambda: read(replace(plan, copies=exchange.mine.take(alone)), buffers, progress=progress))
-    for slabs, parts in shared.rounds(group.size, exchange.budget):
-        sent = together(group, lambda slabs=slabs, parts=parts: _sent(exchange, slabs, parts))  # type: ignore[misc]
-        taken = parts[shared.parts.target[parts] == group.rank]
-        sizes = shared.parts.sizes[taken] * shared.parts.itemsize[taken]
+    alone = replace(plan, copies=exchange.mine.take(shared.alone[exchange.first : exchange.first + len(exchange.mine)]))
+    done, handed = 0, shared.parts.take(shared.parts.target == group.rank).nbytes
+
+    def advance(now: int, total: int) -> None:
+        nonlocal done
+        done = now
+        if progress:
+            progress(now, total + handed)
+
+    together(group, lambda: read(alone, buffers, progress=advance))
+    total = done + handed
+    held: dict[int, Bytes] = {}
+    for rows in shared.rounds(exchange.budget):
+        sent = together(group, partial(_sent, exchange, rows, held)) or []
+        taken = rows[shared.parts.target[rows] == group.rank]
         by_rank = shared.slabs[shared.slab[taken], 3]
-        found = group.swap(sent or [], [int(sizes[by_rank == rank].sum()) for rank in range(group.size)])
-        for rank, data in enumerate(found):
+        parts = shared.parts.take(taken)
+        sizes = np.zeros(group.size, np.int64)
+        np.add.at(sizes, by_rank, parts.sizes * parts.itemsize)
+        for rank, data in enumerate(group.swap(sent, sizes.tolist())):
             _place(exchange, taken[by_rank == rank], data, buffers)
+        done += int(sizes.sum())
+        if progress and len(taken):
+            progress(done, total)
 
 
-def _sent(exchange: Exchange, slabs: Ints, parts: Ints) -> list[Bytes]:
-    """Read this process's slabs, and return what goes to each process, part by part, row-major."""
+def _sent(exchange: Exchange, rows: Ints, held: dict[int, Bytes]) -> list[Bytes]:
+    """Read this process's slabs, and return what goes to each process, part by part, row-major.
+
+    `held` are the slabs that are there from the round before.
+    """
     shared = exchange.shared
-    mine = slabs[shared.slabs[slabs, 3] == exchange.group.rank]
+    of_mine = rows[shared.slabs[shared.slab[rows], 3] == exchange.group.rank]
+    mine = np.unique(shared.slab[of_mine]).tolist()
+    for n in held.keys() - set(mine):
+        del held[n]
+    fresh = [n for n in mine if n not in held]
     with ThreadPoolExecutor(4, thread_name_prefix="meshload") as pool:
-        held = dict(zip(mine.tolist(), pool.map(lambda n: _read(exchange, n), mine.tolist()), strict=True))
-    of_mine = parts[np.isin(shared.slab[parts], mine)]
-    sizes = shared.parts.sizes * shared.parts.itemsize
+        held.update(zip(fresh, pool.map(lambda n: _read(exchange, n), fresh), strict=True))
+    parts = shared.parts.take(of_mine)
+    sizes = parts.sizes * parts.itemsize
     found = []
     for rank in range(exchange.group.size):
-        rows = of_mine[shared.parts.target[of_mine] == rank]
-        data, at = np.empty(int(sizes[rows].sum()), np.uint8), 0
-        for row in rows.tolist():
-            n = int(shared.slab[row])
-            here = _view(shared.parts, row, held[n], int(shared.parts.offset[row]) - int(shared.slabs[n, 1]), shared.parts.strides)
+        numbers = np.flatnonzero(parts.target == rank)
+        data, at = np.empty(int(sizes[numbers].sum()), np.uint8), 0
+        for row in numbers.tolist():
+            n = int(shared.slab[of_mine[row]])
+            here = _view(parts, row, held[n], int(parts.offset[row]) - int(shared.slabs[n, 1]), parts.strides)
             data[at : at + here.nbytes].view(here.dtype).reshape(here.shape)[...] = here
             at += here.nbytes
         found.append(data)
@@ -188,17 +214,27 @@ class _Place:
 
 
 def _keys(sources: Sequence[Source]) -> list[tuple[str, int, int]]:
-    return [(s.name, int(s.size), int(s.unit)) for s in sources]
+    """Name sources so that those of two ranks are taken for one only where they are: files of one name lie in many folders."""
+    return [(f"{_where(s)}: {s.name}", int(s.size), int(s.unit)) for s in sources]
 
 
-def _packed(copies: Copies) -> bytes:
+def _where(source: Any) -> str:
+    """Return the path or key of what a source is read from in the end."""
+    while hasattr(source, "source"):
+        source = source.source
+    store = getattr(source, "store", source)
+    return f"{getattr(getattr(store, 'kvstore', None), 'path', '')}{getattr(source, 'path', getattr(source, 'key', ''))}"
+
+
+def _packed(copies: Copies, max_bytes: int) -> bytes:
     out = io.BytesIO()
-    keys = np.frombuffer(json.dumps(_keys(copies.sources)).encode(), np.uint8)
-    np.savez(out, keys=keys, **{column: getattr(copies, column) for column in COLUMNS})
+    told = np.frombuffer(json.dumps([_keys(copies.sources), max_bytes]).encode(), np.uint8)
+    np.savez_compressed(out, told=told, **{column: getattr(copies, column) for column in COLUMNS})
     return out.getvalue()
 
 
-def _unpacked(data: bytes) -> tuple[list[tuple[str, int, int]], dict[str, Ints]]:
+def _unpacked(data: bytes) -> tuple[list[tuple[str, int, int]], int, dict[str, Ints]]:
     with np.load(io.BytesIO(data), allow_pickle=False) as found:
-        keys = [(str(name), int(size), int(unit)) for name, size, unit in json.loads(found["keys"].tobytes())]
-        return keys, {column: np.asarray(found[column]) for column in COLUMNS}
+        keys, max_bytes = json.loads(found["told"].tobytes())
+        of_rank = [(str(name), int(size), int(unit)) for name, size, unit in keys]
+        return of_rank, int(max_bytes), {column: np.asarray(found[column]) for column in COLUMNS}

@@ -42,26 +42,42 @@ class Shared:
         """Bytes that are read, each once."""
         return int(self.slabs[:, 2].sum())
 
-    def rounds(self, ranks: int, budget: int) -> Iterator[tuple[Ints, Ints]]:
-        """Go through slabs and parts in rounds, in none of which a rank reads, sends or takes more than `budget` bytes.
+    def rounds(self, budget: int) -> Iterator[Ints]:
+        """Go through the parts in rounds, in none of which a rank holds, sends or takes more than `budget` bytes.
 
-        A single slab may be more.
+        What one rank wants of one slab is the least that a round moves, so a slab may come up in several that follow each other.
         """
         sizes = self.parts.sizes * self.parts.itemsize
-        bounds = np.searchsorted(self.slab, np.arange(len(self.slabs) + 1))
-        held = np.zeros((3, ranks), np.int64)
-        begin = 0
-        for n, (_, _, length, reader) in enumerate(self.slabs.tolist()):
-            mine = slice(int(bounds[n]), int(bounds[n + 1]))
-            more = np.zeros_like(held)
-            more[0, reader], more[1, reader] = length, int(sizes[mine].sum())
-            np.add.at(more[2], self.parts.target[mine], sizes[mine])
-            if n > begin and (held + more).max() > budget:
-                yield np.arange(begin, n), np.arange(bounds[begin], bounds[n])
-                begin, held = n, np.zeros_like(held)
-            held += more
-        if begin < len(self.slabs):
-            yield np.arange(begin, len(self.slabs)), np.arange(bounds[begin], bounds[-1])
+        first = np.flatnonzero(np.diff(self.slab, prepend=-1) | np.diff(self.parts.target, prepend=-1))
+        slab, to, nbytes = self.slab[first], self.parts.target[first], np.add.reduceat(sizes, first) if len(first) else first
+        length, reader = self.slabs[slab, 2], self.slabs[slab, 3]
+        held = np.where(np.diff(slab, prepend=-1) != 0, length, 0)
+        sums = [(key, _running(key, n)) for key, n in ((reader, held), (reader, nbytes), (to, nbytes))]
+        before = np.zeros((3, 1 + max(reader.max(initial=0), to.max(initial=0))), np.int64)  # by rank, up to the round
+        ends = np.append(first, len(self.slab))
+        at, width = 0, 1024
+        while at < len(first):
+            here = slice(at, at + width)
+            over = np.any([n[here] - rank[key[here]] > budget for rank, (key, n) in zip(before, sums, strict=True)], axis=0)
+            if not over.any() and at + width < len(first):
+                width *= 2
+                continue
+            stop = at + max(1, int(over.argmax()) if over.any() else len(over))
+            yield np.arange(ends[at], ends[stop])
+            for rank, (key, n) in zip(before, sums, strict=True):
+                rank[key[at:stop]] = n[at:stop]  # of several the last counts
+            if stop < len(first) and slab[stop] == slab[stop - 1]:
+                before[0, reader[stop]] -= length[stop]
+            at, width = stop, 2 * (stop - at)
+
+
+def _running(key: Ints, values: Ints) -> Ints:
+    """Return the sums of values so far, those of each key for itself."""
+    order = np.argsort(key, kind="stable")
+    sums = np.cumsum(values[order])
+    found = np.empty_like(sums)
+    found[order] = sums - (sums - values[order])[np.searchsorted(key[order], key[order], side="left")]
+    return found
 
 
 def share_out(copies: Copies, *, slab: int = SLAB, shareable: Sequence[bool] | None = None) -> Shared:
@@ -75,30 +91,16 @@ def share_out(copies: Copies, *, slab: int = SLAB, shareable: Sequence[bool] | N
     if shareable is not None and len(copies):
         may = may & np.asarray(shareable, bool)[copies.source]
     region = _regions(copies.source, low, high, may)
-    edges = []
-    count = 0
-    for rows in _grouped(region):
-        ranks = np.unique(copies.target[rows])
-        start, stop = int(low[rows].min()), int(high[rows].max())
-        wanted = int((copies.sizes[rows] * copies.itemsize[rows]).sum())
-        if len(ranks) < 2 or (wanted < stop - start and is_plain[rows[0]]):
-            continue
-        source, whole = int(copies.source[rows[0]]), not is_plain[rows[0]]
-        for a, b, reader in _slabs(start, stop, ranks.tolist(), count, 0 if whole else slab):
-            edges.append((source, a, b - a, reader, int(region[rows[0]])))
-        count += 1
-    found = np.asarray(edges, np.int64).reshape(-1, 5)
-    order = _in_turns(found[:, 3])
-    found = found[order]
-    return _cut(copies, region, low, high, found)
+    edges = _slabs(copies, region, low, high, is_plain, slab)
+    return _cut(copies, region, low, high, edges[_in_turns(edges[:, 3])])
 
 
 def _in_turns(reader: Ints) -> Ints:
     """Return an order in which readers take turns, so that all have something to do in each round."""
-    turn = np.zeros(len(reader), np.int64)
-    for rank in np.unique(reader):
-        mine = reader == rank
-        turn[mine] = np.arange(int(mine.sum()))
+    order = np.argsort(reader, kind="stable")
+    first = np.searchsorted(reader[order], reader[order], side="left")
+    turn = np.empty_like(reader)
+    turn[order] = np.arange(len(reader)) - first
     return np.lexsort((reader, turn))
 
 
@@ -124,23 +126,42 @@ def _regions(source: Ints, low: Ints, high: Ints, may: NDArray[np.bool_]) -> Int
     return found
 
 
-def _grouped(region: Ints) -> list[Ints]:
-    order = np.argsort(region, kind="stable")
-    order = order[region[order] >= 0]
-    return np.split(order, np.flatnonzero(np.diff(region[order])) + 1) if len(order) else []
+def _slabs(copies: Copies, region: Ints, low: Ints, high: Ints, is_plain: NDArray[np.bool_], slab: int) -> Ints:
+    """Return the slabs of the regions that are worth exchanging: source, start, length, reader and region.
+
+    These are regions that several ranks want, and in all at least as many bytes of them as they span. A region is cut into one
+    contiguous part per rank, and these into slabs; a small one, or a chunk, stays whole, and the ranks take turns.
+    """
+    rows = np.argsort(region, kind="stable")
+    rows = rows[region[rows] >= 0]
+    if not len(rows):
+        return np.zeros((0, 5), np.int64)
+    first = np.flatnonzero(np.diff(region[rows], prepend=-1))  # the regions' first rows: they count from 0 without a gap
+    start, stop = np.minimum.reduceat(low[rows], first), np.maximum.reduceat(high[rows], first)
+    wanted = np.add.reduceat(copies.sizes[rows] * copies.itemsize[rows], first)
+    ranks = int(copies.target.max()) + 1
+    pairs = np.unique(region[rows] * ranks + copies.target[rows])
+    wanting = np.bincount(pairs // ranks, minlength=len(first))
+    plain = is_plain[rows[first]]
+    good = np.flatnonzero((wanting >= 2) & (~plain | (wanted >= stop - start)))
+    n, count = (stop - start)[good], wanting[good]
+    whole = ~plain[good] | (n < SMALL * count)
+    share = np.where(whole, n, -(-n // count // 4096) * 4096)
+    region_of, begin, length = _runs(np.zeros_like(n), n, share)
+    place = np.arange(len(region_of)) - np.searchsorted(region_of, region_of, side="left")
+    place = np.where(whole[region_of], region_of % count[region_of], place)
+    reader = pairs[(np.cumsum(wanting) - wanting)[good][region_of] + place] % ranks
+    part, at, length = _runs(begin, length, np.where(plain[good][region_of], slab, length))
+    which = good[region_of[part]]
+    return np.stack([copies.source[rows[first[which]]], start[which] + at, length, reader[part], which], axis=1)
 
 
-def _slabs(start: int, stop: int, ranks: Sequence[int], turn: int, slab: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a range into one contiguous part per rank, and these into slabs; a small range, or a chunk, stays whole."""
-    n = stop - start
-    if not slab or n < SMALL * len(ranks):
-        yield start, stop, ranks[turn % len(ranks)]
-        return
-    share = -(-n // len(ranks) // 4096) * 4096
-    for i, rank in enumerate(ranks):
-        end = min(start + (i + 1) * share, stop)
-        for at in range(start + i * share, end, slab):
-            yield at, min(at + slab, end), rank
+def _runs(start: Ints, length: Ints, step: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut ranges into runs of at most `step`: the range that each is of, its start and its length."""
+    counts = -(-length // step)
+    of = np.repeat(np.arange(len(start)), counts)
+    skip = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * step[of]
+    return of, start[of] + skip, np.minimum(step[of], length[of] - skip)
 
 
 def _cut(copies: Copies, region: Ints, low: Ints, high: Ints, edges: Ints) -> Shared:

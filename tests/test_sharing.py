@@ -127,16 +127,40 @@ def test_chunks_are_never_cut() -> None:
     assert len(table) == 2
 
 
+def moved(shared: Shared, parts: Any) -> int:
+    """Return the most bytes that a rank holds, sends or takes in one round."""
+    slabs = shared.slabs[np.unique(shared.slab[parts])]
+    sizes = shared.parts.sizes[parts] * shared.parts.itemsize[parts]
+    counts = np.zeros((3, 8), np.int64)
+    np.add.at(counts[0], slabs[:, 3], slabs[:, 2])
+    np.add.at(counts[1], shared.slabs[shared.slab[parts], 3], sizes)
+    np.add.at(counts[2], shared.parts.target[parts], sizes)
+    return int(counts.max())
+
+
 def test_rounds_stay_within_the_budget() -> None:
     whole = (2048, 2048)
     shared = share_out(copies(*((rank, whole, (0, 512 * rank), (2048, 512)) for rank in range(4))), slab=1 << 16)
-    seen = []
-    for slabs, parts in shared.rounds(4, 1 << 17):
-        seen += slabs.tolist()
-        assert set(shared.slab[parts].tolist()) == set(slabs.tolist())
-        for rank in range(4):
-            assert shared.slabs[slabs][shared.slabs[slabs, 3] == rank, 2].sum() <= 1 << 17
-    assert seen == list(range(len(shared.slabs)))
+    rounds = list(shared.rounds(1 << 17))
+    assert np.concatenate(rounds).tolist() == list(range(len(shared.parts)))
+    assert {moved(shared, parts) for parts in rounds} == {1 << 17}
+
+
+def test_a_slab_that_many_want_takes_several_rounds() -> None:
+    shared = share_out(copies(*((rank, (1 << 16,), (0,), (1 << 16,)) for rank in range(8))))
+    rounds = list(shared.rounds(3 << 16))
+    assert [len(parts) for parts in rounds] == [3, 3, 2]
+    assert max(moved(shared, parts) for parts in rounds) == 3 << 16
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), boxes()), min_size=2, max_size=9), st.integers(1, 400))
+def test_rounds_go_through_all_parts_in_order(rows: Any, budget: int) -> None:
+    shared = share_out(copies(*((rank, *box) for rank, box in rows), itemsize=2), slab=64)
+    rounds = list(shared.rounds(budget))
+    assert [i for parts in rounds for i in parts.tolist()] == list(range(len(shared.parts)))
+    for parts in rounds:
+        units = set(zip(shared.slab[parts].tolist(), shared.parts.target[parts].tolist(), strict=True))
+        assert moved(shared, parts) <= budget or len(units) == 1
 
 
 def test_sources_that_ranks_may_mean_differently_are_not_shared() -> None:
