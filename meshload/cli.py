@@ -238,9 +238,12 @@ def _app() -> Any:
             problems = [Problem(what, array=name) for name, what in found.differences(wanted)]
             problems += [Problem(f"it is not in {b}", array=name) for name in found.arrays if name not in wanted.arrays]
             problems += [Problem(f"it is not in {a}", array=name) for name in wanted.arrays if name not in found.arrays]
+            problems += [Problem(f"{b} has the digest of a part of it only", array=name) for name in wanted.partial]
             report = Report(tuple(problems), len(found.arrays))
         elif b is None:
             raise LayoutError("two checkpoints are compared: name a second one, or use --digest")
+        elif format or output:
+            raise LayoutError("--format and --output go with --digest")
         else:
             report = verified(a, b, rtol=rtol, atol=atol, names=names, config=config, progress=True)
         if json:
