@@ -283,22 +283,32 @@ class LocalFile:
 
     def _scatter(self, runs: Ints, buffers: Mapping[int, Bytes], *, cached: bool) -> int:
         """Fill buffers with runs, and return how many are filled: all, or those that are in memory where only these are asked."""
-        where = {t: buffers[t].ctypes.data for t in set(runs[:, 3].tolist())}
+        _, start, length, target, to = runs.T
+        address: int | Ints
+        room: int | Ints
+        if (target == target[0]).all():
+            address, room = _memory_of(buffers[int(target[0])])
+        else:
+            numbers, which = np.unique(target, return_inverse=True)
+            address, room = np.asarray([_memory_of(buffers[t]) for t in numbers.tolist()], np.int64)[which].T
+        if (to < 0).any() or (length < 0).any() or (to + length > room).any():
+            raise ValueError(f"{self.name}: runs leave their buffers")
         parts = np.empty((2 * len(runs) - 1, 2), np.int64)  # address and length: a run, what follows it, the next run ...
-        parts[::2, 0] = np.fromiter(map(where.__getitem__, runs[:, 3].tolist()), np.int64, len(runs)) + runs[:, 4]
-        parts[::2, 1] = runs[:, 2]
-        parts[1::2, 1] = runs[1:, 1] - runs[:-1, 1] - runs[:-1, 2]
-        scratch = np.empty(int(parts[1::2, 1].max(initial=1)), np.uint8)
+        parts[::2, 0] = address + to
+        parts[::2, 1] = length
+        skips = parts[1::2, 1]
+        np.subtract(start[1:], start[:-1] + length[:-1], out=skips)
+        scratch = np.empty(int(skips.max(initial=1)), np.uint8)
         parts[1::2, 0] = scratch.ctypes.data
         ends = parts[:, 1].cumsum()
-        start, done, total = int(runs[0, 1]), 0, int(ends[-1])
+        first, done, total = int(start[0]), 0, int(ends[-1])
         descriptor = _descriptor(self)
         while done < total:
             part = int(np.searchsorted(ends, done, side="right"))
             begun = done - (int(ends[part - 1]) if part else 0)
             rest = parts[part:].copy() if begun else parts[part:]
             rest[0] += (begun, -begun) if begun else (0, 0)
-            n = _preadv2(descriptor.number, rest.ctypes.data, len(rest), start + done, os.RWF_NOWAIT if cached else 0)
+            n = _preadv2(descriptor.number, rest.ctypes.data, len(rest), first + done, os.RWF_NOWAIT if cached else 0)
             if n > 0:
                 done += n
                 continue
@@ -308,8 +318,8 @@ class LocalFile:
             if cached:  # EAGAIN; or the file system cannot tell; or the end, which the reading of the rest meets again
                 break
             if code:
-                raise self._failed(start + done, total - done, OSError(code, os.strerror(code)))
-            raise self._ended(start + done, start + total)
+                raise self._failed(first + done, total - done, OSError(code, os.strerror(code)))
+            raise self._ended(first + done, first + total)
         return int(np.searchsorted(ends[::2], done, side="right"))
 
     def _failed(self, at: int, length: int, error: OSError) -> SourceError:
@@ -323,6 +333,13 @@ SKIP = 32 << 10
 """Bytes in memory that are copied into a scratch in the time that one more request takes, some 3 us."""
 RUNS = 512
 """With what lies between them, as many as the kernel takes at once."""
+
+
+def _memory_of(buffer: Bytes) -> tuple[int, int]:
+    """Return the address and the size of a buffer that the kernel is to write to."""
+    if not (buffer.flags.c_contiguous and buffer.flags.writeable and buffer.itemsize == 1):
+        raise ValueError("contiguous writeable bytes were expected")
+    return buffer.ctypes.data, buffer.nbytes
 
 
 def _loaded_preadv2() -> Any:

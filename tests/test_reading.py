@@ -428,6 +428,18 @@ def test_of_rows_that_are_not_in_memory_the_disk_is_asked_for_these_alone(
     assert abs(len(asked) - (600 - min(from_byte >> 14, 600))) <= 1
 
 
+@pytest.mark.parametrize(("to", "size"), [(5, 104), (-1, 200)])
+def test_scattered_runs_stay_inside_their_buffers(rows: tuple[LocalFile, bytes], to: int, size: int) -> None:
+    file, _ = rows
+    runs = np.asarray([[0, 0, 10, 0, 0], [0, 20, 100, 0, to]])
+    with pytest.raises(ValueError, match="rows: runs leave their buffers"):
+        file.read_runs(merged(runs, np.zeros(2, int), MiB), runs, {0: np.zeros(size, np.uint8)})
+    frozen = np.zeros(200, np.uint8)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match=r"writeable|read-only"):
+        file.read_runs(merged(runs, np.zeros(2, int), MiB), np.abs(runs), {0: frozen})
+
+
 def test_interrupted_scattered_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, {"w": ramp("w", (600, 4096))})
     scattering, interrupted = meshload.source._preadv2, []
