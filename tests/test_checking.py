@@ -1,12 +1,15 @@
-"""Checks of one checkpoint against itself: what they find, and what they leave unread."""
+"""Checks of one checkpoint against itself, and of two against each other: what they find, and what they leave unread."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import pathlib
+import re
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -15,6 +18,10 @@ from meshload.array import stored_whole
 from meshload.checking import check
 from meshload.pieces import union
 from meshload.source import Folder, open_folder
+from meshload.testing import counted, ramp, read_safetensors
+from meshload.testing import write_checkpoint as hf
+
+from .test_cases import LLAMA, llama
 
 
 class Copies:
@@ -135,3 +142,196 @@ def test_a_folder_that_is_no_cache_has_no_blobs_to_check(tmp_path: pathlib.Path)
     folder = written(tmp_path, range(8), range(8))
     with pytest.raises(meshload.LayoutError, match="blobs=True"):
         check(folder, format=Copies(), blobs=True)
+
+
+# --- two checkpoints --------------------------------------------------------------------------------------------------
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+
+def of_one(name: str, a: Any, b: Any, folder: pathlib.Path, **options: Any) -> meshload.Report:
+    one, other = hf(folder / "a", {name: np.asarray(a)}), hf(folder / "b", {name: np.asarray(b)})
+    return meshload.verify(one, other, **options)
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax", "dcp"])
+def test_a_copy_in_another_format_is_the_same(to: str, tmp_path: pathlib.Path) -> None:
+    source = GOLDEN / "hf" / "qwen2_tied_single" / "checkpoint"
+    meshload.convert(source, tmp_path / "copy", to=to)
+    report = meshload.verify(source, tmp_path / "copy", max_bytes=1 << 20)
+    assert (report.problems, report.arrays, dict(report.apart)) == ((), 50, {})
+    assert meshload.verify(tmp_path / "copy", source).ok
+
+
+@pytest.mark.parametrize("name", ["legacy-tp2-pp2-fp32", "td-tp2-dp2-fp32-distopt-dpre-qwen2"])
+def test_a_sharded_training_state_is_the_same_as_what_came_of_it(name: str, tmp_path: pathlib.Path) -> None:
+    source = GOLDEN / "megatron" / name
+    model = {"legacy-tp2-pp2-fp32": "llama", "td-tp2-dp2-fp32-distopt-dpre-qwen2": "qwen2"}[name]
+    meshload.convert(source, tmp_path / "hf", to="hf", config={"model_type": model})
+    assert meshload.verify(source, tmp_path / "hf").problems == ()
+    wrong = read_safetensors(tmp_path / "hf" / "model.safetensors")
+    norm = wrong["model.layers.1.input_layernorm.weight"].copy()
+    norm[3] += 1
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    hf(tmp_path / "wrong", wrong | {"model.layers.1.input_layernorm.weight": norm}, config)
+    for pair in ((source, tmp_path / "wrong"), (tmp_path / "wrong", source)):
+        (problem,) = meshload.verify(*pair).problems
+        assert problem.array == "model.layers.1.input_layernorm.weight"
+        assert "1 of its" in problem.text
+        assert "from [3]" in problem.text
+
+
+def test_b86_a_flipped_byte_is_named_with_array_index_and_files(tmp_path: pathlib.Path) -> None:
+    arrays = {f"layers.{i}.fc1": ramp(str(i), (40, 24), np.float16) for i in range(4)}
+    one = hf(tmp_path / "a", arrays, shards=2)
+    row = arrays["layers.3.fc1"].copy()
+    row[17, 3:21] += np.float16(1)  # 18 values of one row
+    other = hf(tmp_path / "b", arrays | {"layers.3.fc1": row}, shards=4)
+    report = meshload.verify(one, other)
+    (problem,) = report.problems
+    assert (problem.array, problem.file) == ("layers.3.fc1", "model-00002-of-00002.safetensors")
+    found = re.match(r"(\d+) of its 960 elements differ, from \[17, 3\] \(in (\S+) and (\S+)\) to \[17, 20\]", problem.text)
+    assert found is not None
+    assert found.groups() == ("18", "model-00002-of-00002.safetensors", "model-00004-of-00004.safetensors")
+    assert set(report.apart) == {"layers.3.fc1"}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_b86_a_difference_in_a_chunk_is_named_alike_from_either_side(swapped: bool, tmp_path: pathlib.Path) -> None:
+    w = ramp("w", (13, 6))
+    source = hf(tmp_path / "a", {"w": w})
+    wrong = w.copy()
+    wrong[7, 2:4] *= -1
+    meshload.convert(hf(tmp_path / "c", {"w": wrong}), tmp_path / "b", to="orbax", mesh="tp=4", layout={"w": ("tp",)})
+    pair = (tmp_path / "b", source) if swapped else (source, tmp_path / "b")
+    (problem,) = meshload.verify(*pair).problems
+    files = "w and model.safetensors" if swapped else "model.safetensors and w"
+    assert f"2 of its 78 elements differ, from [7, 2] (in {files}) to [7, 3]" in problem.text
+
+
+def test_names_on_one_side_only_are_told_for_both(tmp_path: pathlib.Path) -> None:
+    one = hf(tmp_path / "a", {"both": ramp("both", (2,)), "left": ramp("left", (2,))})
+    other = hf(tmp_path / "b", {"both": ramp("both", (2,)), "right": ramp("right", (2,))})
+    report = meshload.verify(one, other)
+    assert [(p.array, str(tmp_path / "b") in p.text, str(tmp_path / "a") in p.text) for p in report.problems] == [
+        ("left", True, False),
+        ("right", False, True),
+    ]
+
+
+def test_what_no_table_knows_is_compared_too(tmp_path: pathlib.Path) -> None:
+    one = hf(tmp_path / "a", llama() | {"value_head": ramp("v", (3,))}, LLAMA)
+    other = hf(tmp_path / "b", llama() | {"value_head": ramp("w", (3,))}, LLAMA)
+    assert [p.array for p in meshload.verify(one, other).problems] == ["value_head"]
+    assert [p.array for p in meshload.verify(one, hf(tmp_path / "c", llama(), LLAMA)).problems] == ["value_head"]
+
+
+def test_a_tied_head_is_compared_with_one_that_is_stored(tmp_path: pathlib.Path) -> None:
+    config = {**LLAMA, "tie_word_embeddings": True}
+    arrays = {n: a for n, a in llama().items() if n != "lm_head.weight"}
+    tied = hf(tmp_path / "tied", arrays, config)
+    same = hf(tmp_path / "same", arrays | {"lm_head.weight": arrays["model.embed_tokens.weight"]}, config)
+    other = hf(tmp_path / "other", arrays | {"lm_head.weight": ramp("other", (13, 16))}, config)
+    assert meshload.verify(tied, same).ok
+    assert meshload.verify(same, tied).ok
+    for pair in ((tied, other), (other, tied)):
+        assert [p.array for p in meshload.verify(*pair).problems] == ["lm_head.weight"]
+
+
+def test_shapes_that_differ_are_told_with_both(tmp_path: pathlib.Path) -> None:
+    report = of_one("w", ramp("w", (2, 3)), ramp("w", (3, 2)), tmp_path)
+    assert [p.text for p in report.problems] == ["its shapes are (2, 3) and (3, 2)"]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0)])
+def test_arrays_of_no_dims_and_no_elements_are_compared(shape: tuple[int, ...], tmp_path: pathlib.Path) -> None:
+    assert of_one("w", ramp("w", shape), ramp("w", shape), tmp_path).ok
+
+
+def test_dtypes_that_differ_are_told_and_a_tolerance_allows_them(tmp_path: pathlib.Path) -> None:
+    a = np.asarray([1.0, 1.001, -3.0], np.float32)
+    b = a.astype(ml_dtypes.bfloat16)
+    report = of_one("w", a, b, tmp_path)
+    assert report.problems[0].text == "its dtypes are float32 and bfloat16"
+    assert "1 of its 3 elements differ, from [1]" in report.problems[1].text
+    assert report.apart["w"] == pytest.approx(0.001, abs=1e-6)
+    assert meshload.verify(tmp_path / "a", tmp_path / "b", rtol=2**-8).ok
+    assert not meshload.verify(tmp_path / "a", tmp_path / "b", rtol=2**-12).ok
+    assert meshload.verify(tmp_path / "a", tmp_path / "b", atol=0.002).ok
+
+
+def test_a_tolerance_is_relative_to_the_second(tmp_path: pathlib.Path) -> None:
+    assert of_one("w", np.asarray([90.0]), np.asarray([100.0]), tmp_path, rtol=0.1).ok
+    assert not meshload.verify(tmp_path / "b", tmp_path / "a", rtol=0.1).ok
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "bits", "values"),
+    [
+        (0.0, -0.0, False, True),
+        (np.nan, np.nan, True, True),
+        (np.nan, 1.0, False, False),
+        (1.0, np.nan, False, False),
+        (np.inf, np.inf, True, True),
+        (np.inf, -np.inf, False, False),
+        (1.0, np.inf, False, False),
+    ],
+)
+def test_bits_and_values_of_zeros_nans_and_infinities(a: float, b: float, bits: bool, values: bool, tmp_path: pathlib.Path) -> None:
+    assert of_one("w", np.asarray([1.0, a]), np.asarray([1.0, b]), tmp_path).ok is bits
+    report = meshload.verify(tmp_path / "a", tmp_path / "b", atol=1e6, rtol=0.5)
+    assert report.ok is values
+    assert values or report.apart["w"] == np.inf
+
+
+def test_nans_of_other_bits_are_other_bits(tmp_path: pathlib.Path) -> None:
+    a, b = (np.asarray([bits], np.uint32).view(np.float32) for bits in (0x7FC00000, 0x7FC00001))
+    assert not of_one("w", a, b, tmp_path).ok
+    assert meshload.verify(tmp_path / "a", tmp_path / "b", atol=1e-9).ok
+
+
+def test_integers_beyond_what_floats_hold_are_compared_by_bits(tmp_path: pathlib.Path) -> None:
+    assert not of_one("w", np.asarray([2**53]), np.asarray([2**53 + 1]), tmp_path).ok
+
+
+def test_types_below_a_byte_do_not_pass_as_bytes(tmp_path: pathlib.Path) -> None:
+    entries = {"w": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}
+    head = json.dumps(entries).encode()
+    head += b" " * (-len(head) % 8)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(range(4)))
+    other = hf(tmp_path / "b", {"w": np.arange(4, dtype=np.uint8).reshape(2, 2)})
+    assert [p.text for p in meshload.verify(tmp_path / "a", other).problems] == ["its dtypes are F4 and uint8"]
+
+
+def test_b67_verify_tells_that_a_step_was_lossy(tmp_path: pathlib.Path) -> None:
+    """1 + w of a bf16 w of 2**-10 is 1: what was cast on the way back is not what it came from."""
+    w = np.asarray([2.0**-10, 0.5], ml_dtypes.bfloat16)
+    back = ((w + ml_dtypes.bfloat16(1)) - ml_dtypes.bfloat16(1)).astype(ml_dtypes.bfloat16)
+    (problem,) = of_one("norm", w, back, tmp_path).problems
+    assert "1 of its 2 elements differ, from [0]" in problem.text
+    assert "by 0.000976562 at most" in problem.text
+
+
+@pytest.mark.parametrize("tolerance", [{"rtol": -1.0}, {"atol": float("nan")}])
+def test_a_tolerance_that_is_none_is_refused(tolerance: dict[str, float], tmp_path: pathlib.Path) -> None:
+    one = hf(tmp_path / "a", {"w": ramp("w", (2,))})
+    with pytest.raises(meshload.LayoutError, match="rtol="):
+        meshload.verify(one, one, **tolerance)
+
+
+def test_verify_reads_each_byte_once(tmp_path: pathlib.Path) -> None:
+    arrays = {f"w{i}": ramp(str(i), (50, 7)) for i in range(5)}
+    paths = [hf(tmp_path / "a", arrays, shards=2), hf(tmp_path / "b", arrays)]
+    (one, log), (other, other_log) = (counted(meshload.open(path)) for path in paths)
+    assert meshload.verify(one, other, max_bytes=1 << 14).ok
+    assert log.nbytes == other_log.nbytes == sum(a.nbytes for a in arrays.values())
+
+
+def test_what_is_lost_on_one_side_is_a_problem_that_names_the_file(tmp_path: pathlib.Path) -> None:
+    arrays = {f"w{i}": ramp(str(i), (5, 7)) for i in range(4)}
+    one, other = hf(tmp_path / "a", arrays), hf(tmp_path / "b", arrays, shards=2)
+    (other / "model-00002-of-00002.safetensors").unlink()
+    report = meshload.verify(one, other)
+    assert {p.array for p in report.problems} == {"w2", "w3"}
+    assert all("model-00002-of-00002.safetensors" in p.text for p in report.problems)

@@ -7,11 +7,16 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import zlib
 from typing import Any
 
+import numpy as np
 import pytest
 
+from meshload.box import Box
 from meshload.cli import main
+from meshload.digests import of_arrays, of_slice
+from meshload.testing import read_safetensors, write_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "hf"
 QWEN = GOLDEN / "qwen2_tied_single" / "checkpoint"
@@ -140,6 +145,105 @@ def test_what_cannot_be_done_is_one_sentence_and_status_2(
     assert err.startswith("meshload: ")
     assert word in err
     assert err.count("\n") == 1
+
+
+# --- convert and verify -----------------------------------------------------------------------------------------------
+
+
+def test_convert_writes_and_says_what_and_how_fast(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    status, out, err = run(capsys, "convert", QWEN, tmp_path / "orbax", "--to", "orbax", "--mesh", "tp=2", "--dtype", "bf16")
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{tmp_path}/orbax: orbax, 50 arrays, ")
+    assert out.count("\n") == 1
+    assert out.rstrip().endswith("/s)")
+    found = run_json(capsys, "convert", tmp_path / "orbax", tmp_path / "hf", "--to", "hf", "--max-bytes", 1 << 20)
+    assert (found["path"], found["format"], found["arrays"]) == (str(tmp_path / "hf"), "hf", 50)
+    assert found["bytes"] == sum(a.nbytes for a in read_safetensors(tmp_path / "hf" / "model.safetensors").values())
+    assert run(capsys, "verify", QWEN, tmp_path / "hf", "--rtol", "0.01")[0] == 0
+
+
+def test_convert_resumes_where_that_is_asked_for(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    assert run(capsys, "convert", QWEN, tmp_path / "out", "--to", "hf", "--resume")[0] == 0
+    (tmp_path / ".other.meshload-unfinished").mkdir()
+    (tmp_path / ".other.meshload-unfinished" / ".meshload-writing").write_text("something else")
+    status, out, err = run(capsys, "convert", QWEN, tmp_path / "other", "--to", "hf", "--resume")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "of another source" in err
+
+
+def test_verify_ends_with_0_where_all_is_the_same_and_1_where_not(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    status, out, err = run(capsys, "verify", QWEN, QWEN)
+    assert (status, out, err) == (0, f"{QWEN} and {QWEN}: 50 arrays, the same\n", "")
+    arrays = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    one = write_checkpoint(tmp_path / "one", arrays)
+    other = write_checkpoint(tmp_path / "other", {"w": np.where(arrays["w"] == 4, np.inf, arrays["w"])})
+    status, out, err = run(capsys, "verify", one, other)
+    lines = out.splitlines()
+    assert (status, err, len(lines)) == (1, "", 3)
+    assert lines[0].startswith("model.safetensors: w: 1 of its 6 elements differ, from [1, 1]")
+    assert lines[1:] == ["w: inf apart at most", f"{one} and {other}: 1 arrays, 1 differences"]
+    _, out, _ = run(capsys, "verify", one, other, "--json")
+    found = json.loads(out, parse_constant=pytest.fail)  # JSON has no Infinity
+    assert (found["ok"], found["arrays"], found["apart"]) == (False, 1, {"w": "inf"})
+    assert [p["array"] for p in found["problems"]] == ["w"]
+
+
+def test_a_digest_is_printed_stored_and_compared(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    one = write_checkpoint(tmp_path / "one", {"w": values})
+    other = write_checkpoint(tmp_path / "other", {"w": values[::-1]})
+    crc = f"{zlib.crc32(values.tobytes()):08x}"
+    status, out, err = run(capsys, "verify", "--digest", one, "-o", tmp_path / "digest.json")
+    assert (status, out, err) == (0, f"{crc}  float32 2x3  w\n", "")
+    assert run_json(capsys, "verify", "--digest", one) == json.loads((tmp_path / "digest.json").read_text())
+    assert run(capsys, "verify", "--digest", one, tmp_path / "digest.json")[0] == 0
+    status, out, _ = run(capsys, "verify", "--digest", other, tmp_path / "digest.json")
+    assert status == 1
+    assert f"w: has the CRC-32 {zlib.crc32(values[::-1].tobytes()):08x}, the digest says {crc}" in out
+
+
+def test_a_digest_of_a_part_or_of_other_names_is_a_difference(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    one = write_checkpoint(tmp_path / "one", {"w": values, "v": values})
+    part = of_slice("w", values[:1], Box((0, 0), (1, 3)), (2, 3)) + of_arrays({"x": values})
+    part.save(tmp_path / "digest.json")
+    found = run_json(capsys, "verify", "--digest", one, tmp_path / "digest.json")
+    assert not found["ok"]
+    assert sorted(p["array"] for p in found["problems"]) == ["v", "w", "x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("convert", QWEN, "OUT", "--to", "nonsense"), "what can is"),
+        (("convert", QWEN, QWEN, "--to", "hf"), "exists already"),
+        (("convert", "/nowhere/at/all", "OUT", "--to", "hf"), "/nowhere/at/all"),
+        (("convert", QWEN, "OUT", "--to", "hf", "--dtype", "int4"), "floating"),
+        (("convert", QWEN, "OUT", "--to", "hf", "--mesh", "tp"), "AXIS=SIZE"),
+        (("convert", QWEN, "OUT", "--to", "hf", "--max-bytes", "-1"), "max_bytes"),
+        (("convert", QWEN, "s3://bucket/out", "--to", "hf"), "local folders"),
+        (("convert", QWEN, "/proc/nowhere/out", "--to", "hf"), "making the folder failed"),
+        (("verify", QWEN), "--digest"),
+        (("verify", QWEN, "/nowhere/at/all"), "/nowhere/at/all"),
+        (("verify", QWEN, QWEN, "--format", "hf"), "--digest"),
+        (("verify", QWEN, QWEN, "--rtol", "-1"), "rtol"),
+        (("verify", QWEN, QWEN, "--names", "nonsense"), "nonsense"),
+        (("verify", "--digest", QWEN, "/nowhere/at/all"), "/nowhere/at/all"),
+        (("verify", "--digest", QWEN, QWEN / "config.json"), "no digest"),
+        (("verify", "--digest", QWEN, "-o", "/nowhere/at/all"), "/nowhere/at/all"),
+    ],
+)
+def test_what_cannot_be_written_or_compared_is_one_sentence_and_status_2(
+    arguments: tuple[object, ...], word: str, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    status, out, err = run(capsys, *(tmp_path / "out" if a == "OUT" else a for a in arguments))
+    assert (status, out) == (2, "")
+    assert err.startswith("meshload: ")
+    assert word in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_usage_errors_end_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
