@@ -14,6 +14,7 @@ import math
 import os
 import re
 import stat
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -275,11 +276,25 @@ class LocalFile:
         for a, b in pairwise(bounds):
             for low in range(a, b, RUNS):
                 high = min(low + RUNS, b)
-                part = runs[low:high]
-                done = self._scatter(part, buffers, cached=True) if begins[low + 1 : high].any() else 0
-                if done < len(part):  # not in memory: ask the disk for the ranges alone
-                    for rest in np.split(part[done:], np.flatnonzero(begins[low + done + 1 : high]) + 1):
-                        self._scatter(rest, buffers, cached=False)
+                self._part(runs[low:high], np.append(np.flatnonzero(begins[low + 1 : high]) + 1, high - low).tolist(), buffers)
+
+    def _part(self, runs: Ints, ends: list[int], buffers: Mapping[int, Bytes]) -> None:
+        """Read runs whose ranges end at `ends`: those in memory at once, others range by range.
+
+        What the disk reads ahead of a range is then in memory; where it is not, ever more ranges are read before that is tried.
+        """
+        done, exact = 0, 1
+        while done < len(runs):
+            found = self._scatter(runs[done:], buffers, cached=True) if len(ends) > 1 else 0
+            done, exact = done + found, 1 if found else 2 * exact
+            next_end = bisect_right(ends, done)
+            for end in ends[next_end : next_end + exact]:
+                if end == done + 1:
+                    _, start, length, target, to = runs[done].tolist()
+                    self.read_into(start, buffers[target][to : to + length])
+                else:
+                    self._scatter(runs[done:end], buffers, cached=False)
+                done = end
 
     def _scatter(self, runs: Ints, buffers: Mapping[int, Bytes], *, cached: bool) -> int:
         """Fill buffers with runs, and return how many are filled: all, or those that are in memory where only these are asked."""
