@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .adapted import ADAPTER, prefix_of, ways_of, weights_of, with_adapter
 from .array import Array, Step
 from .box import Shape
 from .checkpoint import Checkpoint
@@ -30,6 +31,9 @@ from .quantised import Method, parse_method, with_companions
 
 CANONICAL = "hf"
 
+METHODS = ("quantised", "adapted")
+"""Tables of what lies beside weights, in any naming."""
+
 MOST = 1 << 20
 """Arrays of one line; more of them are a hostile config."""
 
@@ -39,7 +43,7 @@ def namings() -> dict[str, tuple[Table, ...]]:
     """Return the installed tables per naming."""
     found: dict[str, tuple[Table, ...]] = {}
     for point in adapters("meshload.models"):
-        if point.name != "quantised":
+        if point.name not in METHODS:
             found[point.name] = tuple(parse_table(text) for text in point.load())
     return found
 
@@ -170,7 +174,8 @@ def model_of(naming: str, config: Mapping[str, Any] | None, *, names: Iterable[s
     """Return the model that a naming's tables and a config mean, or None where no table fits.
 
     Joint dims of all the family's tables are refined alike, so that parts of different namings meet. Quantised arrays that
-    stand among `names` (a mapping to arrays) in place of or beside a weight get lines of their own.
+    stand among `names` (a mapping to arrays) in place of or beside a weight get lines of their own. Where the config has that
+    of an adapter, its arrays are the model's: those that it says, and those that stand among `names`.
     """
     family = family_of(config)
     if config is None or family is None or naming not in namings():
@@ -188,12 +193,15 @@ def model_of(naming: str, config: Mapping[str, Any] | None, *, names: Iterable[s
     flat = flattened(config)
     table = replace(table, sizes={**sizes, **table.sizes, "one": "1"})
     table = table.numbered(table.sizes_at(flat))
-    model = _decided(Model(naming, family, table, flat, joints), names)
+    model = Model(naming, family, table, flat, joints)
+    if ADAPTER in flat:
+        return _adapted(model, list(names))
+    model = _decided(model, names)
     quantisation = flat.get("quantization_config")
     if not isinstance(quantisation, Mapping) or not isinstance(names, Mapping):
         return model
     where = {line.name: [i for _, _, i in model.arrays_of(line)] for line in model.table.lines}
-    lines = with_companions(model.table.lines, where, methods(), quantisation, names)
+    lines = with_companions(model.table.lines, where, methods("quantised"), quantisation, names)
     return replace(model, table=replace(model.table, lines=lines))
 
 
@@ -214,10 +222,24 @@ def _decided(model: Model, names: Iterable[str]) -> Model:
     return replace(model, table=replace(table, lines=tuple(kept)))
 
 
-@lru_cache(maxsize=1)
-def methods() -> tuple[Method, ...]:
-    """Return the installed methods of quantisation."""
-    points = [point for point in adapters("meshload.models") if point.name == "quantised"]
+def _adapted(base: Model, names: Sequence[str]) -> Model | None:
+    """Return the model of an adapter's arrays, in the names that PEFT makes of the canonical ones; None in other namings."""
+    ways = ways_of(base.config[ADAPTER], methods("adapted"))
+    if base.naming != CANONICAL or not ways:
+        return None
+    if not names:  # where its arrays are not at hand, there are none
+        return replace(base, table=replace(base.table, lines=(), ties=()))
+    weights = weights_of(names, ways)
+    lacked = prefix_of(base.table, weights)
+    base = _decided(base, [lacked + weight for weight in weights])
+    where = {line.name: [i for _, _, i in base.arrays_of(line)] for line in base.table.lines}
+    return replace(base, table=with_adapter(base.table, where, ways, base.config[ADAPTER], names, lacked))
+
+
+@lru_cache(maxsize=len(METHODS))
+def methods(kind: str) -> tuple[Method, ...]:
+    """Return the installed methods by which arrays lie beside weights: `quantised` ones, or `adapted`."""
+    points = [point for point in adapters("meshload.models") if point.name == kind]
     return tuple(parse_method(text) for point in points for text in point.load())
 
 
@@ -516,6 +538,8 @@ def naming_of(names: Iterable[str], config: Mapping[str, Any] | None) -> str | N
     family = family_of(config)
     stored = list(names)
     flat = flattened(config or {})
+    if ADAPTER in flat:
+        stored = weights_of(stored, ways_of(flat[ADAPTER], methods("adapted")))
     best, count = None, 0
     for naming in sorted(namings(), key=lambda n: (n != CANONICAL, n)):
         for table in namings()[naming]:

@@ -197,6 +197,25 @@ def _leaves(node: Node, part: str) -> Iterator[Dim | Blocks]:
             yield node
 
 
+def labelled(pattern: Pattern, label: str) -> Pattern:
+    """Return a pattern whose parts have a label behind their names: they are others, in the same places.
+
+    >>> str(labelled(parse("(q heads + k kv_heads) rank"), ".B"))
+    '(q.B heads + k.B kv_heads) rank'
+    """
+
+    def told(node: Node) -> Node:
+        match node:
+            case Product(factors):
+                return Product(tuple(told(f) for f in factors))
+            case Sum(terms):
+                return Sum(tuple((part + label, product) for part, product in terms))
+            case _:
+                return node
+
+    return Pattern(tuple(_product(told(p)) for p in pattern.dims), pattern.step)
+
+
 # --- joint dims -------------------------------------------------------------------------------------------------------
 
 
@@ -381,7 +400,7 @@ class Line:
     older: bool = False
     """Read where it is stored; another line shows the parts as they are written now."""
     only: frozenset[tuple[int, ...]] | None = None
-    """The counted indices at which it is, where the stored names decide: quantised arrays."""
+    """The counted indices at which it is, where that differs from index to index: quantised arrays, an adapter's."""
 
     @property
     def counted(self) -> tuple[str, ...]:
@@ -424,6 +443,8 @@ class Table:
     """(other, ours): another way in which writers spell a piece of a name, which may have `{}` for a number."""
     asks: tuple[tuple[str, str], ...] = ()
     """(size, question): what the config must say before arrays can be read, and how."""
+    transposed: tuple[str, ...] = ()
+    """Globs of the names of weights whose dims are `in out`, where the others' are `out in`."""
 
     def sizes_at(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Return the dims' sizes, those that the config tells."""
@@ -456,7 +477,7 @@ class Table:
 
 def parse_table(text: str) -> Table:
     """Read a table: `families`, `dim = dims`, `dim := size`, sections `first` `layers` `last`, `tie`, `ignore`, `prefix`,
-    `spelling` and `ask`.
+    `spelling`, `ask` and `transposed`.
 
     A line is `part name pattern [if condition]`; `-` for the part where the pattern names several, `?part` where it may be absent.
     A name may count dims: `layers.{layer}.w`, or from another number than 0: `{layer+2}.w`; `{=layer+3}.w` is the dim's size and 3.
@@ -471,6 +492,7 @@ def parse_table(text: str) -> Table:
     prefixes: list[str] = []
     spellings: list[tuple[str, str]] = []
     asks: list[tuple[str, str]] = []
+    transposed: list[str] = []
     where = ""
     for raw in text.splitlines():
         line = raw.split("#", 1)[0].strip() if "#" in raw else raw.strip()
@@ -489,6 +511,8 @@ def parse_table(text: str) -> Table:
             spellings.append((words[1], words[2]))
         elif words[0] == "ask":
             asks.append((words[1], line.split(None, 2)[2]))
+        elif words[0] == "transposed":
+            transposed += words[1:]
         elif words[0] == "tie":
             body, _, condition = line[4:].partition(" if ")
             alias, name = (side.strip() for side in body.split(" = "))
@@ -509,6 +533,7 @@ def parse_table(text: str) -> Table:
         tuple(prefixes),
         tuple(spellings),
         tuple(asks),
+        tuple(transposed),
     )
 
 
@@ -544,6 +569,6 @@ class Namer:
         for expression, line in self._by_shape.get(re.sub(r"\d+", "#", name), ()):
             match = re.fullmatch(expression, name)
             index = tuple(int(n) - first for n, first in zip(match.groups(), line.first, strict=True)) if match else (-1,)
-            if all(i >= 0 for i in index):
+            if all(i >= 0 for i in index) and (line.only is None or index in line.only):
                 return line, index
         return None

@@ -18,7 +18,7 @@ from .array import Array
 from .box import Shape
 from .errors import LayoutError
 from .expression import evaluate
-from .pattern import Line, Product, parse
+from .pattern import Line, Product, labelled, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,27 +106,30 @@ def _with_companions(
             continue
         needed = packed if packed else {i for i, a in plain.items() if a.dtype.itemsize == 1}
         rank = {a.ndim for a in stored[suffix].values()}
-        shape = _pattern(line, pattern, values) if pattern else ("one" if rank == {1} else "")
-        found += _companion(line, base, suffix, shape, frozenset(needed | set(stored[suffix])), needed <= set(stored[suffix]))
+        made = beside(line, suffix, pattern or ("one" if rank == {1} else ""), values, label=suffix)
+        only, complete = frozenset(needed | set(stored[suffix])), needed <= set(stored[suffix])
+        optional = not complete and suffix in ("input_scale", "activation_scale", "input_scale_ub", "weight_scale")
+        found.append(replace(made, only=only, optional=optional))  # of a scale that no weight needs, some may be absent
     return found
 
 
-def _companion(line: Line, base: str, suffix: str, pattern: str, only: frozenset[tuple[int, ...]], complete: bool) -> list[Line]:
-    """Return the line of one kind of companion; where some lack it and it is no scale of theirs, it stays optional."""
-    optional = not complete and suffix in ("input_scale", "activation_scale", "input_scale_ub", "weight_scale")
-    parsed = parse(pattern)
-    if not line.pattern.parts():
-        return [Line((f"{line.parts[0]}.{suffix}",), base + suffix, parsed, line.where, None, optional, only=only)]
-    return [Line((f"{'+'.join(line.parts)}.{suffix}",), base + suffix, parsed, line.where, None, optional, only=only)]
+def beside(line: Line, suffix: str, template: str, values: Mapping[str, Any], *, label: str, transposed: bool = False) -> Line:
+    """Return the line of what has another suffix than `weight` in its name; its pattern is the template with the weight's dims.
+
+    Where those name parts, there are as many, each with the label behind its name; else one that belongs to all.
+    """
+    pattern = parse(_pattern(line, template, values, transposed))
+    parts = tuple(f"{part}.{label}" for part in pattern.parts()) or (f"{'+'.join(line.parts)}.{label}",)
+    return Line(parts, line.name.removesuffix("weight") + suffix, labelled(pattern, f".{label}"), line.where)
 
 
-def _pattern(line: Line, template: str, values: Mapping[str, Any]) -> str:
-    """Write a companion's pattern with the weight's own dims in place of `out` and `in`."""
+def _pattern(line: Line, template: str, values: Mapping[str, Any], transposed: bool) -> str:
+    """Write a pattern with the weight's own dims in place of `out` and `in`."""
     for number in re.findall(r"\{(\w+)\}", template):
         if type(values[number]) is not int or not 0 < values[number] < 1 << 40:
             raise LayoutError(f"quantization_config: {number} is {values[number]!r}, a size was expected")
     numbered = re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]), template)
-    sides = dict(zip(("out", "in"), line.pattern.dims, strict=True))
+    sides = dict(zip(("in", "out") if transposed else ("out", "in"), line.pattern.dims, strict=True))
 
     def side(match: re.Match[str]) -> str:
         product = sides[match[1]]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from .adapted import ADAPTER
 from .array import Array, Step
 from .checkpoint import Checkpoint
 from .errors import LayoutError, MissingArray, listing
@@ -432,6 +433,8 @@ def no_table(checkpoint: Checkpoint, naming: str) -> str:
     elif model is not None and model.lacking:
         sizes = listing(model.table.needs(dim) for dim in model.lacking)
         why = f"{model.family} ({model.naming}): the size of {sizes} is not in the config; give it in config="
+    elif family is None and ADAPTER in checkpoint.config:
+        why = "an adapter's config tells nothing of its base model's sizes; give the base model's config with config="
     elif family is None:
         why = "the config has no model_type; give it with config="
     else:

@@ -64,6 +64,16 @@ def check_b14_a_tied_head_is_stored_once(world: World) -> None:
     assert "lm_head.weight" not in read_safetensors(world.out / "tied" / "model.safetensors")
 
 
+def check_b70_the_ranks_of_all_stages_save_one_adapter(world: World) -> None:
+    path = Path(__file__).parent / "golden" / "peft" / "llama"
+    config = meshload.open(path, config=path / "base.json").config
+    tensors = meshload.restore(path, mesh="pp=2,tp=2", config=config)
+    meshload.save(world.out / "adapter", tensors, mesh="pp=2,tp=2", to="peft", config=config)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (world.out / "adapter" / file).read_bytes() == (path / file).read_bytes()
+    assert json.loads((world.out / "adapter" / "config.json").read_text()) == json.loads((path / "base.json").read_text())
+
+
 def check_replicas_write_once(world: World) -> None:
     saved(world, "dp", "dp=2,tp=2", "hf")
 

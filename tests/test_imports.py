@@ -20,7 +20,7 @@ ORDER = [
     *("mesh", "layout", "pattern", "checkpoint"),
     *("scheduling", "sharing", "planning", "reading", "writing"),
     *("formats", "frameworks", "exchange"),
-    *("quantised", "naming", "wanting"),
+    *("quantised", "adapted", "naming", "wanting"),
     *("ranks", "requesting"),
     *("loading", "converting", "saving", "indexing", "checking"),
     *("testing", "cli"),

@@ -844,6 +844,19 @@ def test_compressed_tensors_pack_inputs_or_keep_the_weight() -> None:
     assert (kept["weight"], kept["weight_scale"]) == ("out in", "out one")
 
 
+def test_channel_scales_of_a_fused_weight_are_cut_part_by_part(tmp_path: Path) -> None:
+    config = {**BASE, "model_type": "phi3", "quantization_config": {"quant_method": "fbgemm_fp8"}}
+    model = naming_module.model_of("hf", config)
+    assert model is not None
+    arrays = {name: ramp(name, model.whole_shape(line)) for name, line, _ in model.arrays()}
+    name = "model.layers.0.mlp.gate_up_proj.weight"
+    arrays[name] = arrays[name].astype(ml_dtypes.float8_e4m3fn)
+    n = arrays[name].shape[0] // 4
+    scales = arrays[name + "_scale"] = ramp("scales", (4 * n, 1))
+    found = meshload.restore(write_checkpoint(tmp_path, arrays, config), mesh="tp=2", rank=1, into="numpy")
+    assert same_bits(found[name + "_scale"], np.concatenate([scales[n : 2 * n], scales[3 * n :]]))
+
+
 @pytest.mark.parametrize(
     ("method", "quantisation"),
     [

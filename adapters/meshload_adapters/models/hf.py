@@ -763,6 +763,7 @@ embed := n_embd or hidden_size
 kv_heads := n_head or num_attention_heads
 positions := n_positions or max_position_embeddings
 ffn := n_inner or 4 * embed
+transposed *.c_attn.weight *.c_proj.weight *.c_fc.weight
 prefix transformer.
 ignore *.attn.bias *.attn.masked_bias
 tie lm_head.weight = transformer.wte.weight if tie_word_embeddings != False
