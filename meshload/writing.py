@@ -447,19 +447,23 @@ def fill(
             raise
 
 
-def scatter(made: Filling, items: Sequence[int], rows: Ints) -> None:
-    """Write of some items only what some copies bring, run by run: other processes write the rest of the same items."""
+def scatter(made: Filling, items: Sequence[int], rows: Ints, *, check: Callable[[], None] | None = None) -> None:
+    """Write of some items of files only what some copies bring, run by run: other processes write the rest of the same items.
+
+    `check` is called before each item, and may raise.
+    """
     for i in items:
+        if check is not None:
+            check()
         item = made.items[i]
-        if not isinstance(item.sink, FileSink):
-            raise LayoutError(f"{item.array}: several processes hold parts of one of its chunks, which only one can write")
         plan = _plan_of(made, [i])
         keep = np.isin(made.rows[made.bounds[i] : made.bounds[i + 1]], rows)
         plan = replace(plan, copies=plan.copies.take(keep))
         buffers = _buffers(made, plan)
+        buffers[0][:] = 0  # what others write takes part in a step, too
         read(plan, buffers)
-        data = buffers[0].data
-        item.sink.put((item.start + start, data[start : start + length]) for start, length in _target_runs(plan.copies))
+        data = _bytes(values_of(buffers[0], plan.targets[0]))
+        cast(FileSink, item.sink).put((item.start + start, data[start : start + n]) for start, n in _target_runs(plan.copies))
     for sink in {id(made.items[i].sink): made.items[i].sink for i in items}.values():
         sink.flush()
 
@@ -546,7 +550,7 @@ def _written(item: Item, plan: Plan, place: int, buffers: dict[int, Bytes], resu
     """Begin to write an item, and return what ends the writing."""
     target = plan.targets[place]
     stored = buffers.pop(place)
-    values = values_of(stored, target, [buffers.pop(n) for n in plan.others.get(place, ())])
+    values = values_of(stored, target, [buffers.pop(n) for n in plan.others.get(place, ())], item.dtype)
     if target.step is not None and not lossy:
         back = target.step.inverse.apply(values)
         if back.tobytes() != stored.tobytes():

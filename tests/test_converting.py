@@ -33,7 +33,6 @@ ROOTS = (HERE.parent.parent / "shared" / "fixtures", HERE / "golden")
 HF = {d.name: d for root in ROOTS for d in sorted(root.glob("hf/*")) if list(d.glob("checkpoint/*.safetensors"))}
 ORBAX = {d.name: d for d in sorted(HERE.glob("golden/orbax/*"))}
 OTHERS = {
-    **{f"{d.parent.name}/{d.name}": d for d in sorted(HERE.glob("golden/megatron/*")) if d.is_dir()},
     **{f"{d.parent.name}/{d.name}": d for d in sorted(HERE.glob("golden/deepspeed/*")) if d.is_dir()},
     **{f"{d.parent.name}/{d.name}": d / "checkpoint" for d in sorted(HERE.glob("golden/dcp/*")) if d.is_dir()},
     **{f"{d.parent.name}/{d.name}": d / "checkpoint" for d in sorted(HERE.glob("golden/torch/*")) if d.is_dir()},
@@ -490,6 +489,75 @@ def test_quantised_weights_are_not_cast(config: Any, tmp_path: Path) -> None:
     assert different(hf_files(tmp_path / "out"), arrays) == []
 
 
+@pytest.mark.parametrize("to", ["hf", "orbax"])
+def test_b67_a_shift_that_rounds_away_is_refused_and_exact_in_float32(to: str, tmp_path: Path) -> None:
+    """Of 1 + 2**-10, bfloat16 keeps 1, from which there is no way back."""
+    config = {**LLAMA, "apply_layernorm_1p": True}
+    names = meshload.open(write_checkpoint(tmp_path / "plain", llama(), config)).with_names("megatron")
+    small = {n: np.full(a.shape, 2.0**-10, ml_dtypes.bfloat16) for n, a in names.items()}
+    path = write_checkpoint(tmp_path / "megatron", small, config)
+    with pytest.raises(
+        LayoutError, match=r"norm\.weight: stored values \+ 1 in bfloat16 cannot be undone exactly.*dtype='float32'"
+    ):
+        meshload.convert(path, tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+    meshload.convert(path, tmp_path / "out", to=to, dtype="float32")
+    wide = bits_of(tmp_path / "out")
+    assert {float(a.ravel()[0]) for n, a in wide.items() if "norm" in n} == {1 + 2.0**-10}
+    assert {float(a.ravel()[0]) for n, a in wide.items() if "norm" not in n} == {2.0**-10}
+    meshload.convert(tmp_path / "out", tmp_path / "back", to=to, names="megatron", dtype="bf16")
+    assert different(bits_of(tmp_path / "back"), small) == []
+    meshload.convert(path, tmp_path / "meant", to=to, dtype="bf16")
+    assert {float(a.ravel()[0]) for n, a in bits_of(tmp_path / "meant").items() if "norm" in n} == {1.0}
+    exact = {n: np.full_like(a, 0.5) for n, a in small.items()}
+    meshload.convert(write_checkpoint(tmp_path / "exact", exact, config), tmp_path / "fine", to=to)  # 1.5 goes back to 0.5
+    assert {float(a.ravel()[0]) for n, a in bits_of(tmp_path / "fine").items() if "norm" in n} == {1.5}
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax"])
+def test_b66_conv1d_weights_are_transposed_by_name_and_come_back(to: str, tmp_path: Path) -> None:
+    config = {
+        "model_type": "gpt2",
+        "n_embd": 8,
+        "n_head": 4,
+        "n_layer": 1,
+        "n_positions": 5,
+        "vocab_size": 6,
+        "tie_word_embeddings": True,
+    }
+    at = "transformer.h.0."
+    shapes = {"transformer.wte.weight": (6, 8), "transformer.wpe.weight": (5, 8), at + "attn.c_attn.weight": (8, 24)}
+    shapes |= {at + "attn.c_attn.bias": (24,), at + "attn.c_proj.weight": (8, 8), at + "mlp.c_fc.weight": (8, 32)}
+    shapes |= {at + "mlp.c_fc.bias": (32,), at + "mlp.c_proj.weight": (32, 8)}
+    shapes |= {at + f"{n}.bias": (8,) for n in ("attn.c_proj", "mlp.c_proj", "ln_1", "ln_2")}
+    shapes |= {at + f"{n}.weight": (8,) for n in ("ln_1", "ln_2")} | {f"transformer.ln_f.{n}": (8,) for n in ("weight", "bias")}
+    whole = {name: ramp(name, shape) for name, shape in shapes.items()}
+    path = write_checkpoint(tmp_path / "src", whole, config)
+    meshload.convert(path, tmp_path / "same", to=to, mesh="tp=2")
+    assert different(bits_of(tmp_path / "same"), whole) == []
+    held = meshload.restore(tmp_path / "same", mesh="tp=2", rank=1, into="numpy")
+    columns = [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]
+    assert same_bits(held[at + "attn.c_attn.weight"], whole[at + "attn.c_attn.weight"][:, columns])
+    meshload.convert(path, tmp_path / "megatron", to=to, names="megatron", max_bytes=1 << 12)
+    square = bits_of(tmp_path / "megatron")["decoder.layers.0.self_attention.linear_proj.weight"]
+    assert same_bits(square, np.ascontiguousarray(whole[at + "attn.c_proj.weight"].T))
+    meshload.convert(tmp_path / "megatron", tmp_path / "back", to=to)
+    assert different(bits_of(tmp_path / "back"), whole) == []
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax"])
+def test_b69_rows_of_q_and_k_go_from_pairs_to_halves_and_back(to: str, tmp_path: Path) -> None:
+    """Heads have 4 rows here: pairs 0 1, 2 3 become halves 0 2, 1 3; v stays."""
+    path = write_checkpoint(tmp_path / "src", llama(), LLAMA)
+    meshload.convert(path, tmp_path / "meta", to=to, names="meta")
+    found, q = bits_of(tmp_path / "meta"), llama()["model.layers.0.self_attn.q_proj.weight"]
+    halves = [4 * h + r for h in range(4) for r in (0, 2, 1, 3)]  # its own inverse
+    assert same_bits(found["layers.0.attention.wq.weight"], q[halves])
+    assert same_bits(found["layers.0.attention.wv.weight"], llama()["model.layers.0.self_attn.v_proj.weight"])
+    meshload.convert(tmp_path / "meta", tmp_path / "back", to=to)
+    assert different(bits_of(tmp_path / "back"), llama()) == []
+
+
 # --- never half published ---------------------------------------------------------------------------------------------
 
 CONVERT = """
@@ -577,6 +645,19 @@ def test_a_resumed_conversion_writes_only_what_differs(larger: Path, tmp_path: P
     payload = [n for path, n, at in written if path.endswith("safetensors") and at > 0]
     assert payload == [64 * 256 * 4]
     assert different(bits_of(target), bits_of(larger)) == []
+
+
+@pytest.mark.parametrize("size", [0, 100_000])
+def test_b87_an_empty_or_short_file_of_an_interrupted_conversion_is_written_again(larger: Path, size: int, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    to = HuggingFace(max_shard_size="300KB")
+    meshload.convert(larger, target, to=to)
+    shutil.copytree(target, staging_of(target))
+    shutil.rmtree(target)
+    os.truncate(staging_of(target) / "model-00002-of-00004.safetensors", size)
+    meshload.convert(larger, target, to=to, resume=True)
+    assert meshload.check(target).ok
+    assert different(hf_files(target), bits_of(larger)) == []
 
 
 def test_a_source_that_changed_meanwhile_is_not_gone_on_with(larger: Path, tmp_path: Path) -> None:
