@@ -5,7 +5,7 @@ Frameworks are found as entry points of the group `meshload.frameworks`. They mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -89,6 +89,16 @@ class Placement:
     device: Any = None
 
 
+Held = Callable[[int, int], NDArray[np.uint8]]
+"""A local array of this process: what gives its bytes from `start` to `stop`."""
+
+
+def held(values: NDArray[Any]) -> Held:
+    """Return an array of main memory as what gives its bytes."""
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return lambda start, stop: flat[start:stop]
+
+
 class Framework(Protocol):
     """What a framework adapter provides. Its entry point names a class whose instances need no arguments."""
 
@@ -122,8 +132,11 @@ class Framework(Protocol):
     def wishes(self, like: Any) -> dict[str, Wish]:
         """Return what a `like` wants, by name."""
 
-    def values(self, tensors: Any) -> dict[str, list[NDArray[Any]]]:
-        """Return what this process holds of tensors, by name: one array per rank in `wishes`, without a copy where it can."""
+    def values(self, tensors: Any) -> dict[str, list[Held]]:
+        """Return what this process holds of tensors, by name: one local array per rank in `wishes`, or the only one.
+
+        Each is a function that gives a range of its bytes, row-major, in main memory; without a copy where it can.
+        """
 
     def like(self, like: Any, tensors: Mapping[str, Any]) -> Any:
         """Return the tensors as what `like` is."""

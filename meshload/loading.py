@@ -34,7 +34,7 @@ from .naming import (
     tied,
     unwrapped,
 )
-from .planning import MAX_BYTES, Plan, Target
+from .planning import MAX_BYTES, Plan, Target, check_limit
 from .planning import plan as join
 from .quantised import SCALES, blocks_of, dequantised, scale_of
 from .ranks import resolved
@@ -211,8 +211,9 @@ def restore(
             raised where it differs. Of an array that this process holds in part, and the others do not tell of theirs
             (`exchange`), nothing can be said: a warning tells.
         exchange: Whether the running processes share their reads: what several want is read once, and handed on by the process
-            group. Then all of them must call. By default they do where the checkpoint lies in an object store or on a network
-            file system, and `mesh` spans the group; a rank that is asked for by `rank=` reads alone. The result is the same.
+            group. Then all of them must call, each with its own `like` if need be. By default they do where the checkpoint lies
+            in an object store or on a network file system, and `mesh=` spans the group; a rank that is asked for by `rank=` reads
+            alone. The result is the same.
         max_bytes: Ceiling of memory that is neither result nor metadata; 256 MiB by default.
         merge_gap: Unwanted bytes that are read rather than skipped; by default 4 KiB locally, more for object stores.
         progress: True for a bar on the terminal, or a function of bytes done and bytes in all.
@@ -223,9 +224,9 @@ def restore(
     if isinstance(rank, str):
         raise LayoutError(f"rank={rank!r}: a number was expected; 'all' is for plan()")
     group = _exchanging(exchange, path, mesh, rank)
-    request = together(
-        group,
-        lambda: _request(
+
+    def prepare() -> tuple[_Request, Digest | None, dict[int, Any]]:
+        request = _request(
             path,
             mesh,
             rank,
@@ -243,21 +244,25 @@ def restore(
             copies,
             max_bytes,
             merge_gap,
-        ),
-    )
-    assert request is not None
-    _warn(request)
-    expected = digest if digest is None or isinstance(digest, Digest) else Digest.load(digest)
+        )
+        _warn(request)
+        expected = digest if digest is None or isinstance(digest, Digest) else Digest.load(digest)
+        return request, expected, buffers_for(check_limit(request.plan))
+
+    prepared = together(group, prepare)  # all that may fail, so that no process waits for one that has raised
+    assert prepared is not None
+    request, expected, buffers = prepared
     made = request.plan
-    buffers = buffers_for(made)
+    if len({*shared(group, expected is None)}) > 1:
+        raise LayoutError("digest=: some processes gave one and others did not; with exchange, all compare or none")
     with shown_progress(progress) as report:
         if group.size > 1:
             read_shared(made, buffers, exchange_of(made, group), progress=report)
         else:
             read(made, buffers, progress=report)
-    request.check_ties(buffers)
     if expected is not None:
         request.check_digest(buffers, expected, group)
+    request.check_ties(buffers)
     return request.place(buffers, device)
 
 
@@ -265,16 +270,22 @@ def _exchanging(exchange: bool | None, path: Any, mesh: Any, rank: int | None) -
     """Return the processes that share their reads; only this one where they do not."""
     if not (exchange is None or isinstance(exchange, bool)):
         raise LayoutError(f"exchange={exchange!r}: True, False or None was expected")
-    if exchange is False or mesh is None or rank is not None:
-        if exchange:
-            raise LayoutError("exchange=True: processes share reads where each restores its own rank of a mesh=")
+    if exchange and rank is not None:
+        raise LayoutError("exchange=True: processes share reads where each restores its own rank; leave out rank=")
+    if exchange is False or rank is not None or (exchange is None and mesh is None):
         return Alone()
     group = running()
     if exchange and group.size == 1:
         raise LayoutError("exchange=True needs a group of processes; initialise torch.distributed or jax.distributed first")
-    if exchange is None and (group.size == 1 or isinstance(path, Checkpoint) or not open_folder(path).is_remote):
+    if exchange is None and (group.size == 1 or isinstance(path, Checkpoint) or not _spans(mesh, group)):
         return Alone()
-    return group
+    return group if exchange or open_folder(path).is_remote else Alone()
+
+
+def _spans(mesh: Any, group: Group) -> bool:
+    """Say whether a mesh has all processes of a group; sizes that do not fit it are refused later, by all."""
+    framework = framework_of(None, mesh)
+    return not framework.owns(mesh) or framework.mesh(mesh).size == group.size * len(framework.ranks(mesh))
 
 
 def plan(
@@ -578,12 +589,12 @@ def as_dtype(dtype: Any, framework: Framework) -> np.dtype[Any] | None:
 def _warn(request: _Request) -> None:
     made = request.plan
     for note in request.notes:
-        warnings.warn(note, MeshloadWarning, stacklevel=3)
+        warnings.warn(note, MeshloadWarning, stacklevel=5)
     if made.unexpected:
         warnings.warn(
             f"{len(made.unexpected)} arrays of the checkpoint belong to nothing that is wanted: {listing(made.unexpected)}",
             MeshloadWarning,
-            stacklevel=3,
+            stacklevel=5,
         )
 
 

@@ -6,22 +6,25 @@ to any stored checkpoint, holes and overlaps are found before anything is writte
 
 from __future__ import annotations
 
+import math
+import warnings
+import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .array import Array
 from .box import Box, Shape, row_major
 from .checkpoint import Checkpoint
 from .converting import Draft, config_file, local, processes, writer_of
-from .errors import LayoutError, listing
+from .errors import LayoutError, MeshloadWarning, listing
 from .exchange import shared, together
-from .formats import Format, Parts, described
-from .frameworks import Framework, Group, Wish, framework_of
-from .loading import plan, shown_progress, with_views
+from .formats import Format, Parts, Writer, described
+from .frameworks import Group, Held, Wish, framework_of
+from .loading import byte_count, plan, shown_progress, with_views
 from .mesh import Mesh, axes_of
 from .naming import CANONICAL, model_of
 from .pieces import piece, table
@@ -29,9 +32,14 @@ from .ranks import resolved
 from .reading import Progress
 from .requesting import LayoutLike, axes_by_pattern
 from .source import Bytes
-from .writing import MAX_BYTES, Filling, fill, filling, scatter
+from .wanting import local_shape
+from .writing import MAX_BYTES, FileSink, Filling, Item, fill, filling, scatter
 
 LARGE = 1 << 62
+SAMPLE = 4 << 10
+"""Bytes at either end of a slice by which replicas are compared."""
+SAME = 8 << 20
+"""Bytes that are compared at once."""
 
 
 def save(
@@ -61,71 +69,103 @@ def save(
     Raises `LayoutError`, `MissingPieces` or `Overlap` before anything is written, where the slices of all processes are not the
     whole, or one element is in several of them. Where one process fails all do, and nothing is published.
     """
-    writer, target = writer_of(to), local(path)
     group = processes()
-    known = described(config)
-    held = together(group, lambda: _held(tensors, mesh, layout, known, group))
+    # what may fail is done together, and what is told is told in between, so that no process waits for one that has raised
+    begun = together(group, lambda: _begun(path, tensors, to, mesh, layout, config, max_bytes, group))
+    assert begun is not None
+    told = shared(group, [begun.place, {n: wish.shape for n, wish in begun.plain.items()}])
+    shapes = {place: of for place, of in told if of}
+    held = together(group, lambda: _placed(begun, layout, shapes))
     assert held is not None
-    told = together(group, lambda: _agreed(shared(group, [slice.told() for slice in held])))
-    assert told is not None
-    whole, parts = told
-    view = _view(whole, parts, {(s.name, s.box): s.values for s in held}, group.rank, known)
-    named = view.with_names(writer.naming) if known is not None and writer.naming != CANONICAL else view
-    draft = Draft(writer, target, named, parts if named is view else Parts())
-    carried = [("config.json", config_file(known))] if known else []
+    told = shared(group, [slice.told() for slice in held])
+
+    def draft() -> tuple[Draft, Checkpoint]:
+        whole, parts = _agreed(told, group)
+        view = _view(whole, parts, {(s.name, s.box): s for s in held}, group.rank, begun.config)
+        writer = begun.writer
+        named = view.with_names(writer.naming) if begun.config is not None and writer.naming != CANONICAL else view
+        return Draft(writer, begun.target, named, parts if named is view else Parts()), named
+
+    drafted = together(group, draft)
+    assert drafted is not None
+    made, view = drafted
+    carried = [("config.json", config_file(begun.config))] if begun.config else []
     with shown_progress(progress if group.rank == 0 else None) as report:
-        draft.lay_out(group, named, carried)
+        made.lay_out(group, view, carried)
+        made.finish(group, lambda: _move(filling(made.pairs(view), max_bytes=begun.limit), group, made, report))
 
-        def move() -> None:
-            todo = filling(draft.pairs(named), max_bytes=MAX_BYTES if max_bytes is None else int(max_bytes))
-            _move(todo, group, draft, report)
 
-        draft.finish(group, move)
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """What one process was asked to save, and how."""
+
+    writer: Writer
+    target: Path
+    config: Mapping[str, Any] | None
+    limit: int
+    mesh: Mesh
+    place: int
+    """This process's rank in the mesh."""
+    values: Mapping[str, Sequence[Held]]
+    cut: Mapping[str, Wish]
+    """Tensors that know what they are slices of."""
+    plain: Mapping[str, Wish]
 
 
 @dataclass(frozen=True, eq=False)
 class _Slice:
-    """What this process holds of one array."""
+    """What this process holds of one array: a box of it, which lies in a local array."""
 
     name: str
     shape: Shape
+    dtype: np.dtype[Any]
     box: Box
-    values: NDArray[Any]
+    values: Held
+    size: int
+    """Bytes of the local array."""
+    offset: int
+    strides: Shape
+    """In bytes, in the local array."""
+    known: bool
+    """Whether its place was told; what is taken for whole because there is no mesh may be a slice."""
 
     def told(self) -> list[Any]:
         """Return what other processes need to know."""
-        return [self.name, self.values.dtype.name, list(self.shape), list(self.box.start), list(self.box.shape)]
+        return [self.name, self.dtype.name, self.shape, self.box.start, self.box.shape, self.known, self.sample()]
+
+    def sample(self) -> int | None:
+        """Return a checksum of some of its bytes, by which most differences show; None where they are not in one run."""
+        n = self.box.size * self.dtype.itemsize
+        if n != self.size:
+            return None
+        ends = self.values(0, min(n, SAMPLE)), self.values(max(0, n - SAMPLE), n)
+        return zlib.crc32(b"".join(part.tobytes() for part in ends))
 
 
 # --- what this process holds ------------------------------------------------------------------------------------------
 
 
-def _held(tensors: Any, mesh: Any, layout: LayoutLike, config: Mapping[str, Any] | None, group: Group) -> list[_Slice]:
+def _begun(
+    path: Any, tensors: Any, to: str | Format, mesh: Any, layout: LayoutLike, config: Any, max_bytes: int | None, group: Group
+) -> _Begun:
+    writer, target, known = writer_of(to), local(path), described(config)
+    limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
     framework = framework_of(None, tensors)
-    if not framework.owns(tensors):
+    holds_nothing = isinstance(tensors, Mapping) and not tensors and group.size > 1
+    if not framework.owns(tensors) and not holds_nothing:
         raise LayoutError(
             f"tensors={_kind(tensors)}: a module, a dict of torch tensors or NumPy arrays, or a pytree of JAX's was expected"
         )
     wishes = _untied(framework.wishes(tensors))
-    values = framework.values(tensors)
-    model = model_of(CANONICAL, config)
-    stored_as = {} if model is None else model.ties
-    found: dict[tuple[str, Box], _Slice] = {}
-    plain = {}
-    for name, wish in wishes.items():
-        if wish.slices is None:
-            plain[name] = values[name][0]
-            continue
-        for (_, boxes), local_values in zip(wish.slices, values[name], strict=True):
-            for box, part in zip(boxes, _parts_of(local_values, boxes), strict=True):
-                slice = _Slice(stored_as.get(name, name), wish.shape, box, part)
-                found.setdefault((slice.name, box), slice)
-    for name, (shape, box) in _boxes(plain, mesh, layout, config, framework, group).items():
-        if plain[name].shape != box.shape:
-            raise LayoutError(f"{name}: this process holds {plain[name].shape}, the layout gives it {box.shape} of {shape}")
-        slice = _Slice(stored_as.get(name, name), shape, box, plain[name])
-        found.setdefault((slice.name, box), slice)
-    return list(found.values())
+    plain = {name: wish for name, wish in wishes.items() if wish.slices is None}
+    cut = {name: wish for name, wish in wishes.items() if wish.slices is not None}
+    sized, place = Mesh((), ()), group.rank
+    if plain:
+        sized, _, ranks = resolved(mesh, None, framework if mesh is None else framework_of(None, mesh, tensors))
+        if sized.size > 1 and group.size != sized.size:
+            raise LayoutError(f"mesh {sized} has {sized.size} ranks, {group.size} processes save; every rank calls save")
+        place = ranks[0] if sized.size > 1 else group.rank
+    return _Begun(writer, target, known, limit, sized, place, framework.values(tensors), cut, plain)
 
 
 def _kind(tensors: Any) -> str:
@@ -144,88 +184,130 @@ def _untied(wishes: Mapping[str, Wish]) -> dict[str, Wish]:
     return found
 
 
-def _parts_of(values: NDArray[Any], boxes: Sequence[Box]) -> list[NDArray[Any]]:
-    """Cut a local tensor into its boxes; a strided shard has several, one after another along the dim that is cut."""
-    if len(boxes) == 1:
-        return [values]
-    (dim,) = {d for box in boxes for d in range(values.ndim) if box.start[d] != boxes[0].start[d]}
-    edges = np.cumsum([box.shape[dim] for box in boxes])[:-1]
-    return list(np.split(values, edges, axis=dim))
+def _placed(begun: _Begun, layout: LayoutLike, shapes: Mapping[int, Mapping[str, Sequence[int]]]) -> list[_Slice]:
+    """Return this process's slices, each once; what the config ties goes under one name."""
+    model = model_of(CANONICAL, begun.config)
+    stored_as = {} if model is None else model.ties
+    found: dict[tuple[str, Box], _Slice] = {}
+    for name, wish in begun.cut.items():
+        for (_, boxes), values in zip(wish.slices or (), begun.values[name], strict=True):
+            for box, start in _starts(boxes):
+                _add(found, stored_as, name, _slice(name, wish, wish.shape, box, values, local_shape(boxes), start))
+    for name, (shape, box, extent) in _boxes(begun, layout, shapes).items():
+        wish = begun.plain[name]
+        if wish.shape != extent:
+            raise LayoutError(f"{name}: this process holds {wish.shape}, the layout gives it {extent} of {shape}")
+        known = begun.mesh.size > 1
+        _add(found, stored_as, name, _slice(name, wish, shape, box, begun.values[name][0], extent, (0,) * len(shape), known))
+    return list(found.values())
+
+
+def _slice(name: str, wish: Wish, shape: Shape, box: Box, values: Held, extent: Shape, start: Shape, known: bool = True) -> _Slice:
+    assert wish.dtype is not None
+    strides = row_major(extent, wish.dtype.itemsize)
+    offset = sum(i * s for i, s in zip(start, strides, strict=True))
+    size = math.prod(extent) * wish.dtype.itemsize
+    return _Slice(name, shape, wish.dtype, box, values, size, offset, strides, known)
+
+
+def _add(found: dict[tuple[str, Box], _Slice], stored_as: Mapping[str, str], name: str, slice: _Slice) -> None:
+    slice = replace(slice, name=stored_as.get(name, name))
+    other = found.setdefault((slice.name, slice.box), slice)
+    if other is not slice and (name != slice.name or name in stored_as.values()) and not _same(slice, other):
+        raise LayoutError(_untie(slice.name))
+
+
+def _untie(name: str) -> str:
+    return f"{name}: the config ties another array to it, and what is held of the two differs; untie them in config=, or save one"
+
+
+def _same(one: _Slice, other: _Slice) -> bool:
+    """Say whether two slices of one box have the same bytes."""
+    if (one.dtype, one.size) != (other.dtype, other.size):
+        return False
+    ranges = ((at, min(at + SAME, one.size)) for at in range(0, one.size, SAME))
+    return all(np.array_equal(one.values(low, high), other.values(low, high)) for low, high in ranges)
+
+
+def _starts(boxes: Sequence[Box]) -> list[tuple[Box, Shape]]:
+    """Return where in a local array each of its boxes begins; those of a strided shard follow one another along each dim."""
+    ndim = len(boxes[0].shape) if boxes else 0
+    places: list[dict[int, int]] = []
+    for d in range(ndim):
+        at, of = 0, {}
+        for start, n in {box.start[d]: box.shape[d] for box in boxes}.items():
+            of[start] = at
+            at += n
+        places.append(of)
+    return [(box, tuple(of[i] for of, i in zip(places, box.start, strict=True))) for box in boxes]
 
 
 def _boxes(
-    plain: Mapping[str, NDArray[Any]],
-    mesh: Any,
-    layout: LayoutLike,
-    config: Mapping[str, Any] | None,
-    framework: Framework,
-    group: Group,
-) -> dict[str, tuple[Shape, Box]]:
-    """Return of which array each plain tensor is which box, as the layout says.
+    begun: _Begun, layout: LayoutLike, told: Mapping[int, Mapping[str, Sequence[int]]]
+) -> dict[str, tuple[Shape, Box, Shape]]:
+    """Return of which array each plain tensor is which box, as the layout says, and the shape of the tensor, padding included.
 
     The layout is asked as in a restore: what would this rank get of arrays of the whole shape?
     """
-    sized, _, ranks = resolved(mesh, None, framework)
-    if sized.size > 1 and group.size != sized.size:
-        raise LayoutError(f"mesh {sized} has {sized.size} ranks, {group.size} processes save; every rank calls save")
-    shapes = _whole_shapes(plain, sized, ranks, layout, config, group)
-    arrays = {n: Array(n, a.dtype, shapes[n], piece(_Nowhere(n), 0, shapes[n], a.dtype.itemsize)) for n, a in plain.items()}
-    everything = Checkpoint(arrays, "memory", config=config if layout is None or not isinstance(layout, (str, Mapping)) else None)
-    if not plain or sized.size == 1:
-        return {name: (shape, Box((0,) * len(shape), shape)) for name, shape in shapes.items()}
-    made = plan(everything, mesh=mesh, layout=layout, rank=ranks[0], into="numpy", missing="ignore")
-    found = {t.name: (t.whole, t.box) for t in made.targets if t.box is not None}
+    plain, mesh = begun.plain, begun.mesh
+    if not plain or mesh.size == 1:
+        return {name: (wish.shape, Box((0,) * len(wish.shape), wish.shape), wish.shape) for name, wish in plain.items()}
+    shapes = _whole_shapes(begun, layout, told)
+    arrays = {}
+    for name, wish in plain.items():
+        assert wish.dtype is not None
+        arrays[name] = Array(name, wish.dtype, shapes[name], piece(_Nowhere(name), 0, shapes[name], wish.dtype.itemsize))
+    config = begun.config if layout is None or not isinstance(layout, (str, Mapping)) else None
+    everything = Checkpoint(arrays, "memory", config=config)
+    made = plan(everything, mesh=mesh, layout=layout, rank=begun.place, into="numpy", missing="ignore")
+    found = {t.name: (t.whole, t.box, t.shape) for t in made.targets if t.box is not None}
     found |= {alias: found[made.targets[i].name] for alias, i in made.aliases if made.targets[i].name in found}
     lacking = [name for name in plain if name not in found]
     if lacking:
-        raise LayoutError(f"rank {ranks[0]} holds {listing(lacking)}, which the layout does not give to it as one slice")
+        raise LayoutError(f"rank {begun.place} holds {listing(lacking)}, which the layout does not give to it as one slice")
     return {name: found[name] for name in plain}
 
 
-def _whole_shapes(
-    plain: Mapping[str, NDArray[Any]],
-    mesh: Mesh,
-    ranks: Sequence[int],
-    layout: LayoutLike,
-    config: Mapping[str, Any] | None,
-    group: Group,
-) -> dict[str, Shape]:
+def _whole_shapes(begun: _Begun, layout: LayoutLike, told: Mapping[int, Mapping[str, Sequence[int]]]) -> dict[str, Shape]:
     """Return the shapes of the arrays that plain tensors are slices of."""
-    if mesh.size == 1:
-        return {name: tuple(a.shape) for name, a in plain.items()}
     if not isinstance(layout, (str, Mapping)):
-        model = model_of(CANONICAL, config, names=plain)
+        model = model_of(CANONICAL, begun.config, names=begun.plain)
         if model is None:
             raise LayoutError(
                 "plain tensors are slices of arrays whose shapes the default layout takes from the model's config: give config=, "
                 "or a layout of name patterns"
             )
         shapes = {name: model.whole_shape(line) for name, line, _ in model.arrays()}
-        strange = [name for name in plain if name not in shapes]
+        strange = [name for name in begun.plain if name not in shapes]
         if strange:
             raise LayoutError(
                 f"{listing(strange)}: the {model.family} of the config has no such arrays; give a layout of name patterns"
             )
-        return {name: shapes[name] for name in plain}
-    told = shared(group, {name: list(a.shape) for name, a in plain.items()})
-    return {name: _added_up(name, a.shape, told, mesh, ranks[0], layout) for name, a in plain.items()}
+        return {name: shapes[name] for name in begun.plain}
+    return {name: _added_up(name, wish.shape, told, begun.mesh, begun.place, layout) for name, wish in begun.plain.items()}
 
 
 def _added_up(
-    name: str, shape: Shape, told: Sequence[Mapping[str, list[int]]], mesh: Mesh, rank: int, layout: str | Mapping[str, Any]
+    name: str,
+    shape: Shape,
+    told: Mapping[int, Mapping[str, Sequence[int]]],
+    mesh: Mesh,
+    rank: int,
+    layout: str | Mapping[str, Any],
 ) -> Shape:
     """Add up a dim over the ranks that hold its parts: those that differ from this one in the axes that cut it alone."""
     axes = axes_by_pattern(layout, name, shape)
-    here = dict(zip(mesh.names, mesh.coordinates(rank), strict=True))
+    here = mesh.coordinates(rank)
     whole = []
-    for d, n in enumerate(shape):
+    for d in range(len(shape)):
         cutting = axes_of(axes[d])
-        others = [
-            r
-            for r in range(mesh.size)
-            if all(c == here[a] for a, c in zip(mesh.names, mesh.coordinates(r), strict=True) if a not in cutting)
-        ]
-        whole.append(sum(told[r].get(name, [0] * len(shape))[d] for r in others) if cutting else n)
+        others = [r for r in told if all(c == here[a] for a, c in mesh.coordinates(r).items() if a not in cutting)]
+        parts = [told[r].get(name, (0,) * len(shape)) for r in others] if cutting else [shape]
+        if any(len(part) != len(shape) for part in parts):
+            raise LayoutError(
+                f"{name}: rank {rank} holds {shape}, others {listing(map(str, parts))}, which are no slices of one array"
+            )
+        whole.append(sum(part[d] for part in parts))
     return tuple(whole)
 
 
@@ -242,42 +324,56 @@ class _Nowhere:
 # --- what all hold together -------------------------------------------------------------------------------------------
 
 
-def _agreed(told: Sequence[Sequence[Any]]) -> tuple[dict[str, tuple[str, Shape]], Parts]:
+def _agreed(told: Sequence[Sequence[Any]], group: Group) -> tuple[dict[str, tuple[str, Shape]], Parts]:
     """Return dtype and shape of every array, and who writes which box; where processes disagree, raise."""
     whole: dict[str, tuple[str, Shape]] = {}
     first: dict[str, int] = {}
-    parts: dict[str, dict[Box, int]] = {}
+    parts: dict[str, dict[Box, tuple[int, int | None]]] = {}
+    unlike: dict[str, str] = {}
     for rank, slices in enumerate(told):
-        for name, dtype, shape, start, extent in slices:
+        for name, dtype, shape, start, extent, known, sample in slices:
             kind = (dtype, tuple(shape))
             if whole.setdefault(name, kind) != kind:
                 raise LayoutError(f"{name}: rank {first[name]} has a slice of {whole[name]}, rank {rank} one of {kind}")
             first.setdefault(name, rank)
-            parts.setdefault(name, {}).setdefault(Box(tuple(start), tuple(extent)), rank)
-    return whole, Parts({name: [(rank, box) for box, rank in of.items()] for name, of in parts.items()})
+            of = parts.setdefault(name, {})
+            other, before = of.setdefault(Box(tuple(start), tuple(extent)), (rank, sample))
+            if None not in (sample, before) and sample != before:
+                unlike.setdefault(name, f"{name} (ranks {other} and {rank})")
+                if not known:
+                    raise LayoutError(
+                        f"{name}: ranks {other} and {rank} hold plain tensors that differ, and without mesh= each is taken for "
+                        f"the whole array; if they are slices, say of what by mesh= and layout=; if not, make them the same"
+                    )
+    if not whole:
+        raise LayoutError("tensors={}: no process holds anything")
+    if unlike and group.rank == 0:
+        text = f"replicas differ, and those of the first rank are written: {listing(unlike.values())}"
+        warnings.warn(text, MeshloadWarning, stacklevel=5)  # save -> together -> draft -> here
+    return whole, Parts({name: [(rank, box) for box, (rank, _) in of.items()] for name, of in parts.items()})
 
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """A slice in the memory of one process, seen as bytes."""
+    """A local array in the memory of one process, seen as bytes."""
 
     name: str
     rank: int
     size: int
-    values: NDArray[Any] | None
+    values: Held | None
     """None where it is another process's."""
     unit: int = 1
     gap: int = 0
 
     def read_into(self, start: int, out: Bytes) -> None:
         assert self.values is not None
-        out[:] = np.ascontiguousarray(self.values).reshape(-1).view(np.uint8)[start : start + len(out)]
+        out[:] = self.values(start, start + len(out))
 
 
 def _view(
     whole: Mapping[str, tuple[str, Shape]],
     parts: Parts,
-    mine: Mapping[tuple[str, Box], NDArray[Any]],
+    mine: Mapping[tuple[str, Box], _Slice],
     rank: int,
     config: Mapping[str, Any] | None,
 ) -> Checkpoint:
@@ -285,19 +381,17 @@ def _view(
     arrays = {}
     for name, (dtype_name, shape) in whole.items():
         dtype = _dtype(dtype_name)
-        sources = [
-            _Memory(f"{name} of rank {owner}", owner, box.size * dtype.itemsize, mine.get((name, box)) if owner == rank else None)
-            for owner, box in parts[name]
-        ]
-        boxes = [box for _, box in parts[name]]
-        pieces = table(
-            sources,
-            np.arange(len(boxes)),
-            np.zeros(len(boxes), np.int64),
-            np.asarray([box.start for box in boxes], np.int64).reshape(len(boxes), len(shape)),
-            np.asarray([box.shape for box in boxes], np.int64).reshape(len(boxes), len(shape)),
-            np.asarray([row_major(box.shape, dtype.itemsize) for box in boxes], np.int64).reshape(len(boxes), len(shape)),
-        )
+        rows = []
+        for owner, box in parts[name]:
+            label, own = f"{name} of rank {owner}", mine[name, box] if owner == rank else None
+            if own is None:
+                strides = row_major(box.shape, dtype.itemsize)
+                rows.append((_Memory(label, owner, box.size * dtype.itemsize, None), 0, box.start, box.shape, strides))
+            else:
+                rows.append((_Memory(label, owner, own.size, own.values), own.offset, box.start, box.shape, own.strides))
+        sources, offset, *wide = zip(*rows, strict=True)
+        columns = [np.asarray(column, np.int64).reshape(len(rows), len(shape)) for column in wide]
+        pieces = table(sources, np.arange(len(rows)), np.asarray(offset, np.int64), *columns)
         arrays[name] = Array(name, dtype, shape, pieces)
     return with_views(Checkpoint(arrays, "memory", config=config))
 
@@ -321,8 +415,19 @@ def _move(todo: Filling, group: Group, draft: Draft, progress: Progress | None) 
     inside = copies.target < count
     np.minimum.at(low, copies.target[inside], rank_of[inside])
     np.maximum.at(high, copies.target[inside], rank_of[inside])
+    split = np.flatnonzero((low < high) & (low < group.size))
+    _check_shared([todo.items[i] for i in split.tolist()])
     alone = (low == group.rank) & (high == group.rank)
     fill(todo, groups=[g[alone[g]] for g in todo.groups if alone[g].any()], progress=progress, check=draft.check, lossy=True)
     mine = np.flatnonzero(rank_of == group.rank)
-    items = np.unique(copies.target[mine])
-    scatter(todo, [i for i in items.tolist() if low[i] != high[i]], mine)
+    scatter(todo, np.intersect1d(split, copies.target[mine]).tolist(), mine, check=draft.check)
+
+
+def _check_shared(items: Sequence[Item]) -> None:
+    """Raise where an item that several processes hold parts of can only be written by one."""
+    chunks = [item.array for item in items if not isinstance(item.sink, FileSink)]
+    if chunks:
+        raise LayoutError(
+            f"{listing(dict.fromkeys(chunks))}: several processes hold parts of one chunk, which only one can write; save to a "
+            f"format of plain files (hf), and convert that"
+        )

@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 
 from meshload.box import Box
 from meshload.errors import LayoutError
-from meshload.frameworks import Group, Placement, Slice, Wish, World
+from meshload.frameworks import Group, Held, Placement, Slice, Wish, World, held
 from meshload.mesh import Mesh, axes_of
+
+SWAPPED = 16 << 20
+"""Bytes that all processes together tell each other at once, where each wants a part of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +86,19 @@ class Jax:
             found[name] = _wish(name, leaf)
         return found
 
-    def values(self, tensors: Any) -> dict[str, list[NDArray[Any]]]:
+    def values(self, tensors: Any) -> dict[str, list[Held]]:
         """Return each array's shards on this process's devices, by the devices' numbers."""
         import jax
 
         found = {}
         for path, leaf in jax.tree_util.tree_flatten_with_path(tensors)[0]:
-            shards = sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)
-            found[_name(path)] = [np.asarray(shard.data) for shard in shards]
+            name = _name(path)
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise LayoutError(f"{name}: a jax.ShapeDtypeStruct holds no values")
+            shards = [leaf]
+            if isinstance(leaf, jax.Array):
+                shards = [shard.data for shard in sorted(leaf.addressable_shards, key=lambda shard: shard.device.id)]
+            found[name] = [held(np.asarray(shard)) for shard in shards]
         return found
 
     def like(self, like: Any, tensors: Mapping[str, Any]) -> Any:
@@ -146,11 +154,20 @@ class _Processes:
         return [row.tobytes()[: int(n)] for row, n in zip(found, lengths, strict=True)]
 
     def swap(self, parts: Sequence[NDArray[np.uint8]], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """Give each process its part: all parts go to all, since JAX has no other way for bytes of main memory."""
-        lengths = [np.frombuffer(told, np.int64) for told in self.gather(np.asarray([len(p) for p in parts], np.int64).tobytes())]
-        given = self.gather(np.concatenate([*parts, np.zeros(0, np.uint8)]).tobytes())
-        starts = [int(told[: self.rank].sum()) for told in lengths]
-        return [np.frombuffer(data, np.uint8)[at : at + n] for data, at, n in zip(given, starts, sizes, strict=True)]
+        """Give each process its part: all parts go to all, a little at a time, since JAX has no other way for main memory."""
+        lengths = np.stack(
+            [np.frombuffer(n, np.int64) for n in self.gather(np.asarray([len(p) for p in parts], np.int64).tobytes())]
+        )
+        mine = np.concatenate([*parts, np.zeros(0, np.uint8)])
+        found = [np.empty(n, np.uint8) for n in sizes]
+        begin = lengths[:, : self.rank].sum(axis=1)  # where in what each gives this process's part is
+        step = max(SWAPPED // self.size, 1)
+        for at in range(0, int(lengths.sum(axis=1).max()), step):
+            for data, start, out in zip(self.gather(mine[at : at + step].tobytes()), begin.tolist(), found, strict=True):
+                low, high = max(start, at), min(start + len(out), at + len(data))
+                if low < high:
+                    out[low - start : high - start] = np.frombuffer(data, np.uint8)[low - at : high - at]
+        return found
 
 
 def _put(values: Sequence[Any], devices: Sequence[Any]) -> list[Any]:

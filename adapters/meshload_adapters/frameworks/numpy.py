@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from meshload.errors import LayoutError
-from meshload.frameworks import Group, Placement, Slice, Wish, World
+from meshload.frameworks import Group, Held, Placement, Slice, Wish, World, held
 from meshload.mesh import Mesh
 
 
@@ -46,9 +45,9 @@ class NumPy:
             raise LayoutError(f"like={type(like).__name__}: into='numpy' takes a dict of arrays")
         return {name: Wish(tuple(a.shape), np.dtype(a.dtype)) for name, a in like.items()}
 
-    def values(self, tensors: Any) -> dict[str, list[NDArray[Any]]]:
+    def values(self, tensors: Any) -> dict[str, list[Held]]:
         """Return the arrays themselves."""
-        return {name: [array] for name, array in tensors.items()}
+        return {name: [held(array)] for name, array in tensors.items()}
 
     def like(self, like: Any, tensors: Mapping[str, Any]) -> Any:
         """Return a new dict with the same keys in order, moments after them."""

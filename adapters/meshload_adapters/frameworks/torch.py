@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshload.box import Box
 from meshload.errors import LayoutError, MeshloadWarning, listing
-from meshload.frameworks import Group, Placement, Slice, Wish, World
+from meshload.frameworks import Group, Held, Placement, Slice, Wish, World
 from meshload.mesh import Cut, Mesh, Sharding, axes_of, sharding
 from meshload.naming import unwrapped
 from meshload.wanting import local_shape
@@ -83,9 +83,13 @@ class Torch:
         same = _names_of_same(state)
         return {name: _wish(name, tensor, same[name]) for name, (_, tensor) in state.items()}
 
-    def values(self, tensors: Any) -> dict[str, list[NDArray[Any]]]:
-        """Return each tensor's local part; tensors of other devices are copied to main memory."""
-        return {name: [_array(tensor)] for name, (_, tensor) in _state(tensors).items()}
+    def values(self, tensors: Any) -> dict[str, list[Held]]:
+        """Return each tensor's local part; what lies on other devices is copied to main memory when its bytes are asked for."""
+        state = {name: tensor for name, (_, tensor) in _state(tensors).items()}
+        meta = [name for name, tensor in state.items() if tensor.is_meta]
+        if meta:
+            raise LayoutError(f"{listing(meta)}: tensors on the meta device hold no values")
+        return {name: [_held(tensor)] if _takes_part(tensor) else [] for name, tensor in state.items()}
 
     def like(self, like: Any, tensors: Mapping[str, Any]) -> Any:
         """Return the module, filled, or a new state dict with the same keys in order.
@@ -183,11 +187,12 @@ class _Processes:
         return list(np.split(taken.cpu().numpy(), np.cumsum(sizes)[:-1]))
 
     def _device(self) -> Any:
-        """Return where the group's tensors lie: NCCL takes none of main memory."""
+        """Return where the group's tensors lie: NCCL, for one, takes none of main memory."""
         import torch
         import torch.distributed as dist
 
-        return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+        kinds = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]  # as in cpu:gloo,cuda:nccl
+        return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 # --- tensors and dtypes -----------------------------------------------------------------------------------------------
@@ -209,17 +214,20 @@ def tensor_of(values: NDArray[Any], device: Any = None, stored: str | None = Non
     return tensor if tensor.dtype == own else tensor.view(own)
 
 
-def _array(tensor: Any) -> NDArray[Any]:
-    """Return a tensor's local values; bits, where NumPy lacks the dtype."""
+def _takes_part(tensor: Any) -> bool:
+    """Say whether this process holds anything of a tensor: a DTensor's mesh may be of other processes."""
+    return not hasattr(tensor, "placements") or tensor.device_mesh.get_coordinate() is not None
+
+
+def _held(tensor: Any) -> Held:
+    """Return what gives the bytes of a tensor's local values."""
     import torch
 
     local = tensor.detach()
-    local = (local.to_local() if hasattr(local, "placements") else local).cpu().contiguous()
-    dtype = numpy_dtype(local.dtype)
-    if dtype.isbuiltin == 1:
-        return np.asarray(local.numpy())
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    return np.asarray(local.view(bits).numpy().view(dtype))
+    local = local.to_local() if hasattr(local, "placements") else local
+    local = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = local.view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8)
+    return lambda start, stop: np.asarray(flat[start:stop].cpu().numpy())
 
 
 def torch_dtype(dtype: np.dtype[Any], stored: str | None = None) -> Any:
