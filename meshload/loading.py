@@ -66,7 +66,7 @@ def open(path: Any, *, format: str | Format | None = None, config: Any = None) -
         moments = {kind: {bare.get(n, n): a for n, a in of.items()} for kind, of in opened.optimizer.items()}
         opened = replace(opened, arrays=arrays, aliases=aliases, optimizer=moments)
     given = described(config)
-    if given is None and "model_type" not in (opened.config or {}):
+    if given is None and "model_type" not in (opened.config or {}) and not any(p.file == CONFIG for p in opened.problems):
         given = _beside(folder, opened.config)
     merged = _completed(opened.config, given)
     native = replace(opened, meta=meta, config=merged, aliases={**_ties(opened.arrays, merged), **opened.aliases}, names="native")
