@@ -127,7 +127,10 @@ class Draft:
         together(group, make, only=0)
 
     def pairs(self, view: Checkpoint) -> list[tuple[Array, Array]]:
-        """Return the arrays that are laid out, each with the one that fills it; further rows, which pad, stay zeros."""
+        """Return the arrays that are laid out, each with the one that fills it; further rows, which pad, stay zeros.
+
+        A master that a format has a place for, and nobody asked to convert, is the weight.
+        """
         opened = self.writer.open(self.staging)
         made, moments = opened.arrays, opened.optimizer
         found = []
@@ -148,6 +151,8 @@ class Draft:
                     kinds = listing(self.like.optimizer)
                     raise LayoutError(f"optimizer: {self.writer.name} has no place for {kind} of {name}; of {kinds}, name others")
                 found.append((one, view.optimizer[kind][name]))
+        asked = self.like.optimizer.get("master", {})
+        found += [(one, view.arrays[name]) for name, one in moments.get("master", {}).items() if name not in asked]
         return found
 
     def finish(self, group: Group, move: Callable[[], None]) -> None:

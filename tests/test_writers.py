@@ -10,6 +10,7 @@ import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from meshload_adapters._pickle_writer import Call, Instance, pickled
 from meshload_adapters._torch_writer import NewStorage, NewTensor, laid_out, new_tensor
 from meshload_adapters.formats.megatron import Megatron
 from meshload_adapters.formats.megatron_core import MegatronCore
+from meshload_adapters.formats.universal import Universal
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
@@ -458,6 +460,125 @@ def test_megatron_core_keeps_layers_apart_that_are_not_alike(tmp_path: Path) -> 
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in stored
     assert there.meta["args"]["moe_layer_freq"] == [0, 1, 1, 1]
     assert there.meta["content_metadata"]["non_homogeneous_layers"] is True
+
+
+# --- DeepSpeed --------------------------------------------------------------------------------------------------------
+
+GOLDEN = Path(__file__).parent / "golden/deepspeed"
+
+
+def loaded(file: Path) -> Any:
+    """Load a file of `torch.save` by torch, with nothing but plain values allowed."""
+    torch = pytest.importorskip("torch")
+    return torch.load(file, weights_only=True)
+
+
+def same_states(one: Checkpoint, other: Checkpoint) -> bool:
+    """Say whether two checkpoints have the same masters and moments."""
+    names = {kind: sorted(arrays) for kind, arrays in one.optimizer.items()}
+    if names != {kind: sorted(arrays) for kind, arrays in other.optimizer.items()}:
+        return False
+    return all(same_bits(other.optimizer[k][n], a) for k, arrays in one.optimizer.items() for n, a in arrays.items())
+
+
+@pytest.mark.parametrize("family", list(CONFIGS))
+def test_universal_gives_back_what_it_was_made_of_and_has_masters(tmp_path: Path, family: str) -> None:
+    there = check_round_trip(tmp_path, family, "universal", None, "bfloat16" if family == "llama" else "float32")
+    assert list(there.optimizer) == ["master"]
+    assert sorted(there.optimizer["master"]) == sorted(there)
+    for name, array in there.items():
+        assert same_bits(there.optimizer["master"][name], np.asarray(array).astype(np.float32))
+    assert dict(there.aliases) == dict(model_of("hf", CONFIGS[family]).ties)  # type: ignore[union-attr]
+    assert (tmp_path / "there/latest_universal").read_text() == "global_step0_universal"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("golden", ["z2-bf16-dp2-roundrobin-aligned", "z2-fp32-dp2-frozen"])
+def test_universal_keeps_masters_moments_and_step(tmp_path: Path, golden: str, stage: int) -> None:
+    src = meshload.open(GOLDEN / golden)
+    meshload.convert(src, tmp_path / "out", to=Universal(stage=stage), optimizer=True)
+    found = meshload.open(tmp_path / "out")
+    assert not found.problems
+    assert sorted(found) == sorted(src)
+    assert [n for n in src if not same_bits(found[n], src[n])] == []
+    assert same_states(src, found)
+    assert found.meta["optimizer"]["step"] == src.meta["optimizer"]["step"] == found.meta["step"] == 2
+    assert found.meta["optimizer"]["param_groups"] == src.meta["optimizer"]["param_groups"]
+    assert found.meta["buffers"] == src.meta["buffers"]
+    start = "zero_pp_rank_0_mp" if stage == 3 else "mp"
+    assert [f.name for f in (tmp_path / "out/global_step2_universal").glob("*.pt")] == [f"{start}_rank_00_model_states.pt"]
+
+
+def test_universal_has_what_deepspeeds_loaders_ask_for(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    src = meshload.open(GOLDEN / "z2-fp32-dp2-frozen")
+    meshload.convert(src, tmp_path / "out", to="universal", optimizer=["exp_avg", "exp_avg_sq"])
+    folder = tmp_path / "out/global_step2_universal"
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert name in src.optimizer["master"]
+    assert {f.name for f in (folder / "zero" / name).iterdir()} == {"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "step.pt"}
+    master = loaded(folder / "zero" / name / "fp32.pt")
+    assert set(master) == {"cat_dim", "param"}
+    assert np.array_equal(master["param"].numpy(), np.asarray(src[name]))  # as nobody asked for the source's
+    step = loaded(folder / "zero" / name / "step.pt")
+    assert (step.dtype, step.item()) == (torch.float32, 2)
+    trained = {f.name for f in (folder / "zero").iterdir() if f.is_dir()}
+    assert trained == set(src.optimizer["master"]) != set(src)
+    state = loaded(folder / "mp_rank_00_model_states.pt")
+    assert {n: tuple(shape) for n, shape in state["param_shapes"][0].items()} == {n: src[n].shape for n in src if n in trained}
+    assert (state["global_steps"], state["skipped_steps"], state["dp_world_size"], state["mp_world_size"]) == (2, 0, 1, 1)
+    assert "universal_checkpoint_version" in state["universal_checkpoint_info"]
+    assert {n: tuple(t.shape) for n, t in state["module"].items()} == {n: a.shape for n, a in src.items()}
+
+
+def test_universal_has_a_group_for_each_weight_since_loaders_leave_those_without_one(tmp_path: Path) -> None:
+    meshload.convert(source(tmp_path / "src", "llama"), tmp_path / "out", to="universal")
+    from meshload_adapters._torch_file import TorchFile
+
+    root = TorchFile.open(LocalFolder(tmp_path / "out/global_step0_universal/zero").file("optimizer_state.pt")).root
+    assert [g["params"] for g in root["param_groups"]] == [[i] for i in range(len(meshload.open(tmp_path / "src")))]
+    assert meshload.open(tmp_path / "out").meta["optimizer"]["param_groups"] == []
+
+
+def test_universal_says_which_dim_ranks_of_tp_cut(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", "llama")
+    meshload.convert(src, tmp_path / "out", to="universal", mesh="pp=2,tp=2")
+    notes = meshload.open(tmp_path / "out").meta["parameters"]
+    at = "model.layers.2."
+    cuts = {n: notes.get(n, {}).get("cat_dim") for n in meshload.open(src)}
+    assert (cuts[f"{at}self_attn.q_proj.weight"], cuts[f"{at}self_attn.o_proj.weight"]) == (0, 1)
+    assert (cuts[f"{at}mlp.down_proj.weight"], cuts["lm_head.weight"], cuts["model.norm.weight"]) == (1, 0, None)
+    with pytest.raises(meshload.LayoutError, match=r"k_proj.weight: the 4 ranks of tp hold no equal parts of one dim"):
+        meshload.convert(source(tmp_path / "kv", "llama", vocab_size=28), tmp_path / "not", to="universal", mesh="tp=4")
+    assert not (tmp_path / "not").exists()
+
+
+def test_what_universal_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    moments = meshload.open(GOLDEN / "z2-fp32-dp2-frozen")
+    without = replace(moments, meta={})
+    with pytest.raises(meshload.LayoutError, match=r"exp_avg, exp_avg_sq are of is told nowhere.*Universal\(step=...\)"):
+        meshload.convert(without, tmp_path / "out", to="universal", optimizer=True)
+    meshload.convert(without, tmp_path / "told", to=Universal(step=7), optimizer=True)
+    assert meshload.open(tmp_path / "told").meta["optimizer"]["step"] == 7
+    name = "model.norm.weight"
+    holes = {**moments.optimizer, "exp_avg": {n: a for n, a in moments.optimizer["exp_avg"].items() if n != name}}
+    with pytest.raises(meshload.LayoutError, match=rf"exp_avg of all trained weights or of none; of 17, 1 lack it: {name}"):
+        meshload.convert(replace(moments, optimizer=holes), tmp_path / "out", to="universal", optimizer=True)
+    with pytest.raises(meshload.LayoutError, match="a/b: a weight's name is that of its folder"):
+        meshload.convert(write_checkpoint(tmp_path / "x", {"a/b": np.zeros(3)}), tmp_path / "out", to="universal")
+    with pytest.raises(meshload.LayoutError, match="weights='master' says what is read"):
+        meshload.convert(moments, tmp_path / "out", to=Universal(weights="master"))
+    with pytest.raises(meshload.LayoutError, match="stage=4: 1, 2 or 3 was expected"):
+        Universal(stage=4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_live_tensors_are_saved_as_a_universal_checkpoint(tmp_path: Path) -> None:
+    arrays = {n: ramp(n, (3, 5), ml_dtypes.bfloat16) for n in ("a.weight", "b.weight")}
+    meshload.save(tmp_path / "out", arrays, to="universal", layout="replicated", mesh="tp=1")
+    found = meshload.open(tmp_path / "out")
+    assert {n: same_bits(found[n], a) for n, a in arrays.items()} == dict.fromkeys(arrays, True)
+    assert all(same_bits(found.optimizer["master"][n], a.astype(np.float32)) for n, a in arrays.items())
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------

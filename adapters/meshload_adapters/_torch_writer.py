@@ -47,6 +47,8 @@ class NewStorage:
     dtype: str
     """torch's name."""
     count: int
+    data: bytes | None = None
+    """The elements, where they are known; else a hole is left."""
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +68,11 @@ class NewTensor:
 def new_tensor(dtype: str, shape: Shape) -> NewTensor:
     """Return a tensor with a storage of its own."""
     return NewTensor(NewStorage(dtype, _size(shape)), shape)
+
+
+def new_scalar(value: float) -> NewTensor:
+    """Return a tensor of no dims that holds a number, as torch's optimizers count their steps."""
+    return NewTensor(NewStorage("float32", 1, np.float32(value).tobytes()), ())
 
 
 def dtype_of(array: Array) -> str:
@@ -92,7 +99,7 @@ def laid_out(root: Any) -> tuple[Parts, int]:
     zipped.add(".storage_alignment", str(ALIGNMENT).encode())
     zipped.add("byteorder", b"little")
     for key, storage in storages.values():
-        zipped.leave(f"data/{key}", storage.nbytes)
+        zipped.leave(f"data/{key}", storage.nbytes) if storage.data is None else zipped.add(f"data/{key}", storage.data)
     zipped.add("version", b"3\n")
     digest = hashlib.sha256(repr(zipped.parts).encode()).digest()
     zipped.add(".data/serialization_id", f"{int.from_bytes(digest, 'little') % 10**40:040d}".encode())

@@ -15,25 +15,36 @@ and tied names, whose values are rounded to the model's dtype. They are taken fr
 
 `ck[name]` is the weight in the model's dtype, as the copied model states have it (joined as `_cuts.py` tells), else the fp32
 master; with `weights="master"` the latter wherever there is one. `ck.optimizer` has `master` and the moments, `meta` the steps.
+
+**Writing** makes the files of stage 1 and 2, which engines of every stage read: the module in the dtype that is asked for, masters
+(the weights, where no others are converted), moments and steps where they are converted. `Universal(stage=3)` gives the model
+states the name by which an engine of stage 3 looks for them. A loader goes through the groups of `optimizer_state.pt` and its own
+side by side, and leaves those weights as they are for whose group there is none: so there is one for each weight, and those that
+are told first. For Megatron-DeepSpeed with tensor parallelism, `mesh` says how its ranks share the weights: `cat_dim`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshload.array import Array
-from meshload.box import Shape
+from meshload.box import Box, Shape
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, listing
-from meshload.source import Folder
+from meshload.formats import Parts
+from meshload.source import Folder, LocalFolder
+from meshload.writing import lay_out, put
 
 from .._cuts import Cut as Cut
 from .._cuts import Declared, Whole, check_declared, whole
 from .._torch_file import Tensor, TorchFile
+from .._torch_writer import dtype_of, laid_out, new_scalar, new_tensor
 from .._zero import NETWORK, Refused, dict_of, has_tag, mapped, plain, read_files, scalar, tag_named
+from .._zero_files import UNIVERSAL_VERSION, VERSION, Training, model_states, module_of, training_of, zero_stage
 from .._zero_save import Save, read_config, read_save
 from .._zero_weights import EXPERT_NAME, LARGE, Weights, checkpoint_of, meta_of, rules_of, stored_files, with_stored
 
@@ -53,12 +64,19 @@ class Universal:
     """Which tag, where not the one that `latest_universal` names."""
     cut: Declared | None = None
     """How tensor-parallel ranks share the module's parameters, where the checkpoint does not say it, as for `DeepSpeed`."""
+    stage: int = 1
+    """Of ZeRO, in the engine for which it is written: 1, 2 or 3."""
+    step: int | None = None
+    """How many steps the moments are of that are written, where their source does not tell it."""
     name: str = field(default="universal", init=False)
     order: int = field(default=10, init=False)
+    naming: str = field(default="hf", init=False)
 
     def __post_init__(self) -> None:
         if self.weights not in ("module", "master"):
             raise LayoutError(f"weights={self.weights!r}: 'module' or 'master' was expected")
+        if self.stage not in (1, 2, 3):
+            raise LayoutError(f"stage={self.stage!r}: 1, 2 or 3 was expected")
         check_declared(self.cut)
 
     def matches(self, folder: Folder) -> bool:
@@ -97,6 +115,22 @@ class Universal:
             meta={**meta_of(weights, rules, tag), **found.meta},
         )
         return with_stored(made, lambda: {**stored_files(save), **found.files})
+
+    def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
+        """Lay out the model states, and a file for each master and moment."""
+        if self.weights == "master":
+            raise LayoutError("weights='master' says what is read; to write masters as weights, convert with dtype='float32'")
+        wrong = [name for name in like.arrays if not _FOLDER.fullmatch(name)]
+        if wrong:
+            raise LayoutError(f"{listing(wrong, 3)}: a weight's name is that of its folder, and cannot be such")
+        training = training_of(like, self.step, type(self).__name__)
+        tag = self.tag or f"global_step{training.count}_universal"
+        for file, root in _files(like, training, parts, self.stage):
+            lay_out(folder, f"{tag}/{file}", *laid_out(root))
+        put(folder, "latest_universal", tag.encode())
+
+    def commit(self, folder: LocalFolder) -> None:
+        """Do nothing: `latest_universal` is in the folder that now gets its name."""
 
 
 def _is_zero(folder: Folder, under: str) -> bool:
@@ -217,5 +251,63 @@ def _meta(state: Any, files: Mapping[str, TorchFile]) -> dict[str, Any]:
     stage = plain(root.get("zero_stage"))
     groups = root.get("param_groups")
     plain_groups = [{k: plain(v) for k, v in dict_of(g).items() if k != "params"} for g in groups] if type(groups) is list else []
+    plain_groups = [g for g in plain_groups if g]  # those that `create` adds say nothing
     inner = {k: plain(v) for k, v in root.items() if k not in LARGE and k != "param_groups"}
     return {"zero_stage": stage, "optimizer": {**inner, "param_groups": plain_groups, "step": step}}
+
+
+# --- new files --------------------------------------------------------------------------------------------------------
+
+_FOLDER = re.compile(r"(?!\.{1,2}$)[^/\0]{1,255}")
+
+
+def _files(like: Checkpoint, training: Training, parts: Parts, stage: int) -> Iterator[tuple[str, Any]]:
+    """Go through the files in the folder of a tag, with what is saved in each."""
+    rank = "zero_pp_rank_0_" if stage == 3 else ""
+    info = {"universal_checkpoint_version": UNIVERSAL_VERSION}
+    module = module_of(like)
+    yield f"{rank}mp_rank_00_model_states.pt", model_states(like, module, [training.shape_of], training.count, info)
+    groups = [*training.groups, *({} for _ in training.shape_of)][: max(len(training.shape_of), len(training.groups))]
+    numbered = [{**group, "params": [i]} for i, group in enumerate(groups)]
+    state = {0: {"step": new_scalar(training.step)}} if training.step is not None else {}
+    yield (
+        f"zero/{STATE}",
+        {
+            "zero_stage": zero_stage(stage),
+            "ds_version": VERSION,
+            "param_groups": numbered,
+            "optimizer_state_dict": {"state": state, "param_groups": numbered},
+        },
+    )
+    for name, shape in training.shape_of.items():
+        more = {"cat_dim": _cat_dim(name, shape, parts)} if parts else {"cat_dim": 0}
+        more = {k: v for k, v in more.items() if v is not None}
+        dtypes = {kind: dtype_of(like.optimizer[kind][name]) for kind in training.kinds}
+        for file, dtype in {"fp32": "float32", **dtypes}.items():
+            yield f"zero/{name}/{file}.pt", {**more, "param": new_tensor(dtype, shape)}
+        if training.kinds and training.step is not None:
+            yield f"zero/{name}/step.pt", new_scalar(training.step)
+
+
+def _cat_dim(name: str, shape: Shape, parts: Parts) -> int | None:
+    """Return the dim that tensor-parallel ranks cut; None where each has the whole."""
+    mesh = parts.mesh
+    count = mesh.size_of("tp") if "tp" in mesh else 1
+    if count == 1:
+        return 0
+    held: dict[tuple[int, ...], dict[int, Box]] = {}
+    for rank, box in parts.get(name, ()):
+        place = mesh.coordinates(rank)
+        t = place.pop("tp")
+        held.setdefault(tuple(place.values()), {})[t] = box
+    boxes = next(iter(held.values()), {})
+    if len(boxes) == count:
+        dims = [d for d in range(len(shape)) if len({box.start[d] for box in boxes.values()}) > 1]
+        if not dims:
+            return None
+        d = dims[0]
+        if len(dims) == 1 and all(box.start[d] == t * shape[d] // count == t * box.shape[d] for t, box in boxes.items()):
+            return d
+    raise LayoutError(
+        f"{name}: the {count} ranks of tp hold no equal parts of one dim of {shape}, which are all that DeepSpeed cuts"
+    )

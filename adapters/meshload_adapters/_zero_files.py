@@ -1,0 +1,156 @@
+"""What new files of DeepSpeed say beside their arrays: the model states, the optimizer's step and its groups.
+
+DeepSpeed's loaders (0.19) demand the keys that are written here, and take from the running engine whatever is left out: learning
+rates of groups that are not told, a loss scale, the counts of samples. An engine with a scheduler needs `lr_scheduler`, which goes
+along where the source has it, or `load_lr_scheduler_states=False`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshload.box import Shape
+from meshload.checkpoint import Checkpoint
+from meshload.errors import LayoutError, listing
+from meshload.frameworks import is_floating
+
+from ._pickle import Global
+from ._pickle_writer import Call
+from ._torch_writer import NewTensor, dtype_of, new_tensor
+from ._zero import is_number
+
+VERSION = "0.19.8"
+"""DeepSpeed's, whose fields these are."""
+
+UNIVERSAL_VERSION = 0.4
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What an optimizer trains, and what it keeps of it."""
+
+    shape_of: Mapping[str, Shape]
+    """The parameters."""
+    kinds: Sequence[str]
+    """The moments, by the names that optimizers give them."""
+    step: int | float | None
+    """How many steps they are of."""
+    groups: Sequence[Mapping[str, Any]]
+    """The hyperparameters of its groups, as far as they are known."""
+
+    @property
+    def count(self) -> int:
+        """Steps, as a number of something."""
+        return int(self.step or 0)
+
+
+def training_of(like: Checkpoint, step: int | None, writer: str) -> Training:
+    """Return what is trained: what has moments or masters that go along, else all floating arrays but buffers.
+
+    `writer` is the class of the format, for messages.
+    """
+    kinds = [kind for kind in like.optimizer if kind != "master"]
+    wrong = [kind for kind in kinds if not kind.isidentifier() or kind in ("fp32", "step", "param")]
+    if wrong:
+        raise LayoutError(f"optimizer: {writer} has no place for {listing(wrong)}; name others")
+    buffers = set(like.meta.get("buffers") or ())
+    owned = {n for arrays in like.optimizer.values() for n in arrays}
+    names = [n for n, a in like.arrays.items() if (n in owned if owned else is_floating(a.dtype) and n not in buffers)]
+    for kind, arrays in like.optimizer.items():
+        lacking = [n for n in names if n not in arrays]
+        more = [n for n in arrays if n not in like.arrays]
+        if lacking or more:
+            what = f"{len(lacking)} lack it: {listing(lacking, 3)}" if lacking else f"no weight is called {listing(more, 3)}"
+            raise LayoutError(f"optimizer: {writer} has {kind} of all trained weights or of none; of {len(names)}, {what}")
+    small = [n for n in names if like.arrays[n].dtype.itemsize == 1]
+    if small:
+        raise LayoutError(f"{listing(small, 3)}: {like.arrays[small[0]].dtype.name} has no fp32 master; give what is not quantised")
+    told = _told_step(like) if step is None else step
+    if kinds and told is None:
+        raise LayoutError(
+            f"optimizer: which step {listing(kinds)} are of is told nowhere, and Adam's next one depends on it; "
+            f"say it with {writer}(step=...)"
+        )
+    return Training({n: like.arrays[n].shape for n in names}, kinds, told, _told_groups(like) if owned else [])
+
+
+def _told_step(like: Checkpoint) -> int | float | None:
+    """Return the step that the source tells, as DeepSpeed's and universal checkpoints do."""
+    optimizer = like.meta.get("optimizer")
+    told = optimizer.get("step") if isinstance(optimizer, Mapping) else None
+    found = {s for s in (told.values() if isinstance(told, Mapping) else [told]) if is_number(s)}
+    if len(found) > 1:
+        some = listing((f"{s:g}" for s in sorted(found)), 3)
+        raise LayoutError(f"optimizer: its weights are of different steps, {some}; DeepSpeed has one for all")
+    return next(iter(found), None)
+
+
+def _told_groups(like: Checkpoint) -> list[dict[str, Any]]:
+    optimizer = like.meta.get("optimizer")
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
+        return []
+    return [{k: v for k, v in g.items() if k != "params" and _is_plain(v)} for g in groups]
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether this is of numbers alone: what else a reader gives as text, its writer would not know again."""
+    return value is None or is_number(value) or type(value) is bool or (type(value) in (list, tuple) and all(map(_is_plain, value)))
+
+
+# --- model states -----------------------------------------------------------------------------------------------------
+
+
+def model_states(
+    like: Checkpoint,
+    module: Mapping[str, NewTensor],
+    shapes: Sequence[Mapping[str, Shape]],
+    step: int,
+    info: Mapping[str, Any] | None = None,
+    ranks: int = 1,
+) -> dict[str, Any]:
+    """Return what a file of model states holds; `shapes` are the parameters of each group, `info` what universal ones say."""
+    state = like.meta.get("state")
+    state = state if isinstance(state, Mapping) else {}
+    scheduler = state.get("lr_scheduler")
+    is_plain = isinstance(scheduler, dict) and all(type(k) is str and _is_plain(v) for k, v in scheduler.items())
+    skipped = state.get("skipped_steps")
+    return {
+        "module": dict(module),
+        "buffer_names": [n for n in like.meta.get("buffers") or () if n in module],
+        "optimizer": None,
+        "param_shapes": [{name: size(shape) for name, shape in group.items()} for group in shapes],
+        "frozen_param_shapes": {},
+        "shared_params": {a: n for a, n in like.aliases.items() if n in like.arrays},
+        "frozen_param_fragments": {},
+        "lr_scheduler": scheduler if is_plain else None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": skipped if type(skipped) is int else 0,
+        "global_steps": step,
+        "dp_world_size": ranks,
+        "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": {},
+        "ds_version": VERSION,
+        "num_experts": [0],
+        **({} if info is None else {"universal_checkpoint_info": dict(info)}),
+    }
+
+
+def module_of(like: Checkpoint) -> dict[str, NewTensor]:
+    """Return a state dict; names that are tied are the same tensor."""
+    module = {name: new_tensor(dtype_of(array), array.shape) for name, array in like.arrays.items()}
+    return module | {a: module[n] for a, n in like.aliases.items() if n in module}
+
+
+def size(shape: Shape) -> Call:
+    """Return a `torch.Size`."""
+    return Call(Global("torch", "Size"), (tuple(shape),))
+
+
+def zero_stage(number: int) -> Call:
+    """Return DeepSpeed's word for a stage of ZeRO."""
+    return Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (number,))
