@@ -7,8 +7,8 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from .ranks import launched, resolved
 from .reading import Progress
 from .requesting import LayoutLike, missing_arrays, model_in
 from .source import Folder, LocalFolder, open_folder, read_bytes
-from .writing import FAILED, MAX_BYTES, fill, filling, prepare, publish, put, remember, share, staging_of
+from .writing import FAILED, MAX_BYTES, fill, filling, locked, prepare, publish, put, remember, share, staging_of
 
 CARRIED = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
@@ -89,8 +89,7 @@ def convert(
     carried = _carried(None if isinstance(src, Checkpoint) else open_folder(src), like, dtype)
     draft = Draft(writer, local(dst), like, _parts(view, mesh, layout), resume)
     group = processes()
-    with shown_progress(progress if group.rank == 0 else None) as report:
-        draft.lay_out(group, view, carried)
+    with shown_progress(progress if group.rank == 0 else None) as report, draft.laid_out(group, view, carried):
 
         def move() -> None:
             todo = filling(draft.pairs(view), max_bytes=limit)
@@ -114,17 +113,24 @@ class Draft:
     def staging(self) -> LocalFolder:
         return LocalFolder(staging_of(self.target))
 
-    def lay_out(self, group: Group, view: Checkpoint, carried: Sequence[tuple[str, bytes]]) -> None:
-        """Make the folder and all files in it, their payload left out; one process does, all wait for it."""
+    @contextmanager
+    def laid_out(self, group: Group, view: Checkpoint, carried: Sequence[tuple[str, bytes]]) -> Iterator[None]:
+        """Make the folder and all files in it, their payload left out; one process does, all wait for it.
 
-        def make() -> None:
-            staging = prepare(self.target, resume=self.resume)
-            remember(staging, _fingerprint(self.like, view, self.writer, self.parts))
-            self.writer.create(staging, self.like, self.parts)
-            for file, data in carried:
-                put(staging, file, data)
+        Until the end nobody else may write there.
+        """
+        with ExitStack() as held:
 
-        together(group, make, only=0)
+            def make() -> None:
+                staging = prepare(self.target, resume=self.resume)
+                held.enter_context(locked(staging.path))
+                remember(staging, _fingerprint(self.like, view, self.writer, self.parts))
+                self.writer.create(staging, self.like, self.parts)
+                for file, data in carried:
+                    put(staging, file, data)
+
+            together(group, make, only=0)
+            yield
 
     def pairs(self, view: Checkpoint) -> list[tuple[Array, Array]]:
         """Return the arrays that are laid out, each with the one that fills it; further rows, which pad, stay zeros.

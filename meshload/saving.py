@@ -90,8 +90,7 @@ def save(
     assert drafted is not None
     made, view = drafted
     carried = [("config.json", config_file(begun.config))] if begun.config else []
-    with shown_progress(progress if group.rank == 0 else None) as report:
-        made.lay_out(group, view, carried)
+    with shown_progress(progress if group.rank == 0 else None) as report, made.laid_out(group, view, carried):
         made.finish(group, lambda: _move(filling(made.pairs(view), max_bytes=begun.limit), group, made, report))
 
 

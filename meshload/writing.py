@@ -8,6 +8,7 @@ under a memory ceiling. Everything happens in a sibling folder that takes the ta
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
@@ -600,14 +601,32 @@ def prepare(target: Path, *, resume: bool) -> LocalFolder:
         if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
             raise LayoutError(f"{target}: it exists already, and nothing is overwritten; remove it, or choose another name")
         staging = staging_of(target)
-        if staging.exists() and not resume:
-            shutil.rmtree(staging)
+        if staging.exists():
+            with locked(staging):
+                if not resume:
+                    shutil.rmtree(staging)
         (staging / FAILED).unlink(missing_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
         staging.mkdir(exist_ok=True)
     except OSError as error:
         raise _said(error, str(target), "making the folder") from error
     return LocalFolder(staging)
+
+
+@contextmanager
+def locked(staging: Path) -> Iterator[None]:
+    """Keep other processes from writing into an unfinished folder; raise where one does."""
+    descriptor = os.open(staging, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise LayoutError(f"{staging}: another process is writing there; wait for it, or choose another target") from error
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def publish(staging: LocalFolder, target: Path) -> None:

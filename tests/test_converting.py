@@ -882,3 +882,35 @@ def test_b75_b76_memory_stays_under_the_ceiling_in_both_directions(
     found = meshload.open(tmp_path / "hf")
     assert same_bits(found["w63"][:2], meshload.open(large)["w63"][:2])
     assert same_bits(found["w7"][:32], ramp("w7", (32, 2048)))
+
+
+def test_two_conversions_to_one_target_do_not_meet(tmp_path: Path) -> None:
+    from meshload.writing import locked, staging_of
+
+    target = tmp_path / "out"
+    staging_of(target).mkdir()
+    (staging_of(target) / "half").write_text("of the other's")
+    with locked(staging_of(target)):
+        for resume in (False, True):
+            with pytest.raises(meshload.LayoutError, match="another process is writing there"):
+                meshload.convert(HERE / "golden" / "hf" / "qwen2_tied_single" / "checkpoint", target, to="hf", resume=resume)
+        assert (staging_of(target) / "half").exists()
+    meshload.convert(HERE / "golden" / "hf" / "qwen2_tied_single" / "checkpoint", target, to="hf")
+    assert not (target / "half").exists()
+
+
+def test_optimizer_states_go_where_there_is_a_place_for_them(tmp_path: Path) -> None:
+    source = meshload.open(HERE / "golden" / "dcp" / "titan" / "checkpoint")
+    meshload.convert(source, tmp_path / "out", to="orbax", optimizer=True)
+    found = meshload.open(tmp_path / "out")
+    assert {kind: set(arrays) for kind, arrays in found.optimizer.items()} == {k: set(a) for k, a in source.optimizer.items()}
+    for kind, arrays in source.optimizer.items():
+        for name, array in arrays.items():
+            assert np.asarray(found.optimizer[kind][name]).tobytes() == np.asarray(array).tobytes(), (kind, name)
+    meshload.convert(source, tmp_path / "one", to="orbax", optimizer=["exp_avg"])
+    assert set(meshload.open(tmp_path / "one").optimizer) == {"exp_avg"}
+    with pytest.raises(meshload.LayoutError, match="hf has no place for exp_avg"):
+        meshload.convert(source, tmp_path / "hf", to="hf", optimizer=True)
+    with pytest.raises(meshload.LayoutError, match="holds exp_avg, exp_avg_sq"):
+        meshload.convert(source, tmp_path / "hf", to="orbax", optimizer=["master"])
+    assert not list(tmp_path.glob(".hf*"))
