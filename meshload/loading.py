@@ -351,6 +351,8 @@ class _Request:
     scales: Mapping[int, int]
     """Target of a quantised weight -> the target of its scales, where the weight is to be dequantised."""
     blocks: Sequence[int] | None
+    tied: Mapping[str, str]
+    """Arrays that the config ties -> the name that both are stored under, where they are stored once."""
 
     def check_ties(self, buffers: Mapping[int, Any]) -> None:
         """Warn of tied weights whose two stored copies differ; both are kept."""
@@ -367,7 +369,7 @@ class _Request:
 
     def check_digest(self, buffers: Mapping[int, Any], expected: Digest, group: Group) -> None:
         """Raise where what was read, by all processes of a group together, is not what a digest says."""
-        told = together(group, lambda: self._digests(buffers))
+        told = together(group, lambda: self._digests(buffers, expected))
         assert told is not None
         found, unlike = told
         if group.size > 1:  # a slice that several processes hold counts once
@@ -388,17 +390,17 @@ class _Request:
                 stacklevel=3,
             )
 
-    def _digests(self, buffers: Mapping[int, Any]) -> tuple[dict[tuple[str, Box], Digest], list[str]]:
+    def _digests(self, buffers: Mapping[int, Any], expected: Digest) -> tuple[dict[tuple[str, Box], Digest], list[str]]:
         """Return the digest of each slice that was read, and the arrays of which a slice is no single box, or is padded."""
         found: dict[tuple[str, Box], Digest] = {}
         unlike: list[str] = []
         for i, target in enumerate(self.plan.targets):
-            box = target.box
+            box, name = target.box, target.name if target.name in expected.arrays else self.tied.get(target.name, target.name)
             if box is None or target.filled != target.size:
-                unlike += [] if i in self.plan.spare else [target.name]
-            elif i not in self.plan.spare and (target.name, box) not in found:
+                unlike += [] if i in self.plan.spare else [name]
+            elif i not in self.plan.spare and (name, box) not in found:
                 values = values_of(buffers[i], target, [buffers[n] for n in self.plan.others.get(i, ())])
-                found[target.name, box] = of_slice(target.name, values, box, target.whole)
+                found[name, box] = of_slice(name, values, box, target.whole)
         return found, unlike
 
     def place(self, buffers: dict[int, Any], device: Any) -> Any:
@@ -512,7 +514,8 @@ def _request(
     scales = {} if cast is None else _scales(made, checkpoint.config, cast)
     quantisation = (checkpoint.config or {}).get("quantization_config")
     blocks = blocks_of(quantisation) if scales and isinstance(quantisation, Mapping) else None
-    return _Request(made, framework, placements, like, cast, dtypes, collect.doubles(), ranks, wanted.notes, scales, blocks)
+    doubles, tied = collect.doubles(), {} if view.target is None else view.target.ties
+    return _Request(made, framework, placements, like, cast, dtypes, doubles, ranks, wanted.notes, scales, blocks, tied)
 
 
 def _globs(word: str, globs: Any) -> list[str] | None:

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import meshload
 from meshload.testing import read_safetensors
@@ -248,6 +249,125 @@ def check_what_one_rank_lacks_all_are_told(world: World) -> None:
         like["model.not.there"] = torch.zeros(2)
     with pytest.raises((meshload.MissingArray, meshload.SourceError), match=r"model\.not\.there"):
         meshload.restore(world.path, mesh="tp=4", like=like, exchange=True)
+
+
+WHOLE = {
+    "rows": np.arange(64, dtype="f4").reshape(8, 8),
+    "few": np.arange(10, dtype="f4"),
+    "wide": np.arange(30, dtype="f4").reshape(3, 10),
+    "scalar": np.full((), 3.5, "f4"),
+    "empty": np.zeros((0, 4), "f4"),
+}
+
+
+def _compare(folder: Path, names: dict[str, str]) -> None:
+    """Raise unless a checkpoint holds exactly arrays of `WHOLE`, under the names that are given."""
+    found = meshload.open(folder)
+    assert sorted(found) == sorted(names)
+    for name, of in names.items():
+        assert np.asarray(found[name]).tobytes() == WHOLE[of].tobytes(), name
+
+
+def check_uneven_and_empty_shards_are_saved(world: World) -> None:
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    cuts: dict[str, tuple[DeviceMesh, list[Any]]] = {
+        "rows": (square, [Shard(1), Shard(0)]),
+        "few": (line, [Shard(0)]),
+        "wide": (square, [Shard(0), Shard(1)]),
+        "scalar": (line, [Replicate()]),
+        "empty": (line, [Shard(1)]),
+    }
+    tensors = {n: distribute_tensor(torch.from_numpy(WHOLE[n]), *cut).requires_grad_() for n, cut in cuts.items()}
+    for to in ("hf", "orbax"):
+        meshload.save(world.out / f"uneven_{to}", tensors, to=to)
+        _compare(world.out / f"uneven_{to}", {name: name for name in WHOLE})
+
+
+def check_strided_shards_of_several_boxes_are_saved(world: World) -> None:
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole, (i, j) = torch.from_numpy(WHOLE["rows"]), divmod(world.rank, 2)
+    pairs = [[0, 1, 4, 5], [2, 3, 6, 7]]
+    local: dict[str, tuple[torch.Tensor, list[Any]]] = {
+        "inner": (whole[2 * (i + 2 * j) : 2 * (i + 2 * j) + 2], [_StridedShard(0, split_factor=2), Shard(0)]),
+        "both": (whole[pairs[i]][:, pairs[j]], [_StridedShard(0, split_factor=2), _StridedShard(1, split_factor=2)]),
+    }
+    tensors = {
+        name: DTensor.from_local(part.clone(), square, cut, run_check=False, shape=whole.shape, stride=whole.stride())
+        for name, (part, cut) in local.items()
+    }
+    meshload.save(world.out / "strided", tensors, to="hf")
+    _compare(world.out / "strided", {"inner": "rows", "both": "rows"})
+
+
+def check_plain_slices_go_by_their_place_in_a_device_mesh(world: World) -> None:
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 2], [1, 3]]), mesh_dim_names=("a", "b"))
+    i, j = mesh.get_coordinate() or (0, 0)
+    whole, n = torch.from_numpy(WHOLE["rows"]), 2 * (2 * i + j)
+    tensors = {"tile": whole[4 * i : 4 * i + 4, 4 * j : 4 * j + 4], "column": whole[:, n : n + 2]}  # none is contiguous
+    layout = {"tile": ("a", "b"), "column": (None, ("a", "b"))}
+    meshload.save(world.out / "permuted", tensors, to="hf", mesh=mesh, layout=layout)
+    _compare(world.out / "permuted", {"tile": "rows", "column": "rows"})
+
+
+def check_slices_whose_mesh_was_forgotten_are_no_replicas(world: World) -> None:
+    tensors = {"rows": torch.from_numpy(WHOLE["rows"])[2 * world.rank : 2 * world.rank + 2]}
+    with pytest.raises(meshload.LayoutError, match="rows: ranks 0 and 1 hold plain tensors that differ"):
+        meshload.save(world.out / "forgotten", tensors, to="hf")
+
+
+def check_replicas_that_differ_are_told(world: World) -> None:
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("x",))
+    whole = torch.from_numpy(WHOLE["rows"])
+    tensors = {"rows": DTensor.from_local(whole + world.rank, line, [Replicate()], run_check=False)}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        meshload.save(world.out / "differing", tensors, to="hf")
+    assert [str(w.message).startswith("replicas differ") for w in told] == [True] * (world.rank == 0)
+    _compare(world.out / "differing", {"rows": "rows"})
+
+
+def check_processes_may_hold_nothing(world: World) -> None:
+    tensors: dict[str, Any] = {} if world.rank == 3 else {"rows": torch.from_numpy(WHOLE["rows"])}
+    meshload.save(world.out / "nothing", tensors, to="hf")
+    _compare(world.out / "nothing", {"rows": "rows"})
+    two = DeviceMesh("cpu", [0, 1], mesh_dim_names=("x",))
+    local = torch.from_numpy(WHOLE["rows"])[4 * world.rank : 4 * world.rank + 4]
+    half = DTensor.from_local(local, two, [Shard(0)], run_check=False, shape=torch.Size((8, 8)), stride=(8, 1))
+    meshload.save(world.out / "outside", {"rows": half}, to="hf")
+    _compare(world.out / "outside", {"rows": "rows"})
+
+
+def check_none_waits_for_a_process_that_was_called_wrongly(world: World) -> None:
+    part = torch.from_numpy(WHOLE["rows"])[2 * world.rank : 2 * world.rank + 2]
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("no tensor", {"tensors": {"rows": "text"}}),
+        ("mesh", {"mesh": "tp=2"}),
+        ("config", {"config": "/not/there"}),
+        ("max_bytes", {"max_bytes": -1}),
+    ]
+    for name, given in wrong:
+        right = {"tensors": {"rows": part}, "to": "hf", "mesh": "tp=4", "layout": {"*": ("tp",)}}
+        with pytest.raises(meshload.MeshloadError):
+            meshload.save(world.out / name, **{**right, **(given if world.rank == 2 else {})})
+        assert not (world.out / name).exists()
+
+
+def check_none_waits_for_a_process_that_restores_wrongly(world: World) -> None:
+    for given in ({"digest": "/not/there"}, {"digest": meshload.digest(world.path)}, {"max_bytes": -1}):
+        with pytest.raises(meshload.MeshloadError):
+            meshload.restore(world.path, mesh="dp=4", exchange=True, **(given if world.rank == 2 else {}))
+
+
+def check_processes_share_reads_under_ceilings_and_wishes_of_their_own(world: World) -> None:
+    alone = meshload.restore(world.path, mesh="dp=4", exchange=False)
+    together = meshload.restore(world.path, mesh="dp=4", exchange=True, max_bytes=1 << (14 + 4 * world.rank))
+    assert all(torch.equal(alone[name].view(torch.int16), together[name].view(torch.int16)) for name in alone)
+    names = [[], sorted(alone), sorted(alone)[::2], sorted(alone)[::3]][world.rank]
+    like = {name: torch.empty_like(alone[name]) for name in names}
+    found = meshload.restore(world.path, like=like, into="torch", exchange=True)
+    assert sorted(found) == names
+    assert all(torch.equal(alone[name].view(torch.int16), found[name].view(torch.int16)) for name in names)
 
 
 def main(path: str, out: str) -> None:

@@ -78,6 +78,36 @@ def test_what_is_no_array_is_named(tmp_path: Path) -> None:
         meshload.save(tmp_path / "out", {}, to="hf")
 
 
+def test_tied_arrays_that_differ_are_not_saved_as_one(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 6}
+    config |= {"intermediate_size": 16, "tie_word_embeddings": True}
+    arrays = {"model.embed_tokens.weight": np.ones((6, 8), "f4"), "lm_head.weight": np.ones((6, 8), "f4")}
+    meshload.save(tmp_path / "same", arrays, to="hf", config=config)
+    assert list(read_safetensors(tmp_path / "same" / "model.safetensors")) == ["model.embed_tokens.weight"]
+    arrays["lm_head.weight"][3, 4] = 2
+    with pytest.raises(meshload.LayoutError, match=r"model\.embed_tokens\.weight: the config ties"):
+        meshload.save(tmp_path / "other", arrays, to="hf", config=config)
+
+
+def test_every_dtype_and_every_stride_of_torch_is_saved(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    whole = torch.arange(64.0).reshape(8, 8)
+    tensors = {
+        "bfloat16": whole.bfloat16(),
+        "float8": whole.to(torch.float8_e4m3fn),
+        "bool": whole > 5,
+        "transposed": whole.t(),
+        "expanded": torch.arange(3.0).expand(4, 3),
+        "stepped": whole[::2, 1::3].requires_grad_(),
+    }
+    meshload.save(tmp_path / "out", tensors, to="hf")
+    found = read_safetensors(tmp_path / "out" / "model.safetensors")
+    for name, tensor in tensors.items():
+        assert found[name].tobytes() == tensor.detach().contiguous().view(torch.uint8).numpy().tobytes(), name
+    with pytest.raises(meshload.LayoutError, match="weight: tensors on the meta device hold no values"):
+        meshload.save(tmp_path / "meta", torch.nn.Linear(2, 2, bias=False, device="meta"), to="hf")
+
+
 def test_processes_without_a_group_are_told_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -103,11 +133,13 @@ kernel = np.arange(32, dtype=np.float32).reshape(4, 8)
 tree = {
     "layer": {"kernel": array(kernel, "x", "y"), "bias": array(np.arange(8, dtype=np.float32))},
     "rows": array(np.arange(12, dtype=np.int32).reshape(12, 1), ("y", "x")),
+    "plain": np.arange(3.0),
 }
 for to in ("hf", "orbax"):
     meshload.save(f"{sys.argv[1]}/{to}", tree, to=to)
     found = meshload.open(f"{sys.argv[1]}/{to}")
-    for name, leaf in (("layer.kernel", tree["layer"]["kernel"]), ("layer.bias", tree["layer"]["bias"]), ("rows", tree["rows"])):
+    leaves = {**{f"layer.{name}": leaf for name, leaf in tree["layer"].items()}, "rows": tree["rows"], "plain": tree["plain"]}
+    for name, leaf in leaves.items():
         assert np.asarray(found[name]).tobytes() == np.asarray(leaf).tobytes(), (to, name)
 print(json.dumps({n: len(a.pieces) for n, a in found.arrays.items()}))
 """
@@ -116,4 +148,4 @@ print(json.dumps({n: len(a.pieces) for n, a in found.arrays.items()}))
 def test_jax_arrays_are_saved_from_all_devices(tmp_path: Path, run_python: Callable[..., str]) -> None:
     pytest.importorskip("jax")
     out = run_python(JAX, tmp_path, env={"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"})
-    assert json.loads(out.splitlines()[-1]) == {"layer.bias": 1, "layer.kernel": 4, "rows": 4}
+    assert json.loads(out.splitlines()[-1]) == {"layer.bias": 1, "layer.kernel": 4, "plain": 1, "rows": 4}
