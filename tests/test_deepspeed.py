@@ -425,6 +425,88 @@ def test_b31_partitions_of_any_world_give_exact_moments(ranks: int, tmp_path: Pa
         assert checkpoint.problems == ()
 
 
+@pytest.mark.usefixtures("deepspeed_classes")
+@pytest.mark.parametrize("ranks", [2, 6])
+@pytest.mark.parametrize("source", ["zero1", "zero3"])
+def test_b31_partitions_are_written_for_another_world_with_its_own_padding(source: str, ranks: int, tmp_path: Path) -> None:
+    if source == "zero3":
+        src = opened(ZERO3.write_zero3(tmp_path / "src", SHAPES, 4))
+    else:
+        src = opened(write_zero12(tmp_path / "src", [SHAPES], 4))  # whose moments are padded by -1
+    order = DeepSpeed(stage=1) if source == "zero1" else DeepSpeed(stage=1, parameters=list(SHAPES))
+    to = replace(order, step=src.meta["optimizer"]["step"])
+    with_groups = replace(src, meta={**src.meta, "optimizer": {**src.meta["optimizer"], "param_groups": [{"lr": 0.1}]}})
+    meshload.convert(with_groups, tmp_path / "out", to=to, mesh=f"dp={ranks}", layout="replicated", optimizer=True)
+    size = {2: 14, 6: 6}[ranks]  # 26 elements, padded to a multiple of 2 ranks
+    flat = {k: np.concatenate([np.asarray(src.optimizer[k][n]).reshape(-1) for n in SHAPES]) for k in MOMENTS}
+    tag = next((tmp_path / "out").glob("global_step*"))
+    assert len(list(tag.glob("zero_pp_rank_*_optim_states.pt"))) == ranks
+    for r in range(ranks):
+        inner = torch.load(tag / f"zero_pp_rank_{r}_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
+        kept = max(0, min(size, 26 - r * size))
+        assert inner["group_paddings"] == [size - kept]
+        assert is_equal(inner["single_partition_of_fp32_groups"][0], flat["master"][r * size :][:kept])
+        for kind in MOMENTS[1:]:
+            found = inner["base_optimizer_state"]["state"][0][kind].numpy()
+            assert is_equal(found, np.concatenate([flat[kind][r * size :][:kept], np.zeros(size - kept, np.float32)]))
+        assert inner["base_optimizer_state"]["state"][0]["step"].item() == src.meta["optimizer"]["step"]
+        assert inner["base_optimizer_state"]["param_groups"] == [{"lr": 0.1, "params": [0]}]
+        assert inner["partition_count"] == [ranks]
+    back = opened(tmp_path / "out")
+    assert back.problems == ()
+    assert all(is_equal(back.optimizer[k][n], np.asarray(src.optimizer[k][n])) for k in MOMENTS for n in SHAPES)
+    assert all(is_equal(back[n], np.asarray(src[n])) for n in SHAPES)
+
+
+def test_what_is_written_for_the_same_world_is_what_deepspeed_wrote(tmp_path: Path) -> None:
+    src = opened(GOLDEN["z2-fp32-dp2-frozen"])
+    meshload.convert(src, tmp_path / "out", to="deepspeed", mesh="dp=2", layout="replicated", optimizer=True)
+    one, other = (opened(path).with_names("stored") for path in (tmp_path / "out", GOLDEN["z2-fp32-dp2-frozen"]))
+    assert {n for n in other if "frozen_param_fragments" not in n} == set(one)
+    assert [n for n in one if not is_equal(one[n], np.asarray(other[n]))] == []
+    told = [opened(path).meta["optimizer"] for path in (tmp_path / "out", GOLDEN["z2-fp32-dp2-frozen"])]
+    left = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # to the engine
+    assert told[0] == {k: v for k, v in told[1].items() if k not in left}
+    files = [sorted(f.name for f in path.rglob("*.pt")) for path in (tmp_path / "out", GOLDEN["z2-fp32-dp2-frozen"])]
+    assert files[0] == files[1]
+
+
+def test_several_groups_are_written_as_they_were(tmp_path: Path) -> None:
+    groups: list[Shapes] = [{"a": (3, 5), "c": (2, 2)}, {"b": (1,)}]
+    src = opened(write_zero12(tmp_path / "src", groups, 3))
+    meshload.convert(src, tmp_path / "out", to="deepspeed", mesh="dp=2", layout="replicated", optimizer=True)
+    back = opened(tmp_path / "out")
+    assert back.meta["groups"] == [["a", "c"], ["b"]]
+    assert all(is_equal(back.optimizer[k][n], np.asarray(src.optimizer[k][n])) for k in MOMENTS for n in ("a", "b", "c"))
+
+
+def test_what_cannot_be_written_as_deepspeeds_own_files_is_refused(tmp_path: Path) -> None:
+    src = opened(write_zero12(tmp_path / "src", [SHAPES], 2))
+    plain = write_checkpoint(tmp_path / "hf", {n: value(n, "module", s) for n, s in SHAPES.items()})
+
+    def refused(why: str, source: Any = src, to: Any = "deepspeed", **options: Any) -> None:
+        with pytest.raises(meshload.LayoutError, match=why):
+            meshload.convert(source, tmp_path / "out", to=to, layout="replicated", **options)
+
+    refused("tp=2: only dp can be written as DeepSpeed's own files", mesh="tp=2,dp=2")
+    refused("3 parameters by their order, and the source does not tell it; say it with DeepSpeed", plain, mesh="dp=2")
+    refused("what is given lacks c", plain, DeepSpeed(parameters=["a", "b"]), mesh="dp=2")
+    dealt = replace(src, meta={**src.meta, "ds_config": {"zero_optimization": {"round_robin_gradients": True}}})
+    refused("the source does not tell it", dealt, mesh="dp=2")
+    untold = replace(src, meta={**src.meta, "optimizer": {"step": 3}})
+    refused("hyperparameters of their 1 groups from the file, and the source tells those of 0", untold, mesh="dp=2", optimizer=True)
+    refused("weights='master' says what is read", src, DeepSpeed(weights="master"), mesh="dp=2")
+    with pytest.raises(meshload.LayoutError, match=r"stage=3: 1 or 2 was expected; .* write Universal\(stage=3\)"):
+        DeepSpeed(stage=3)
+    assert not (tmp_path / "out").exists()
+    meshload.convert(plain, tmp_path / "out", to=DeepSpeed(parameters=["b", "a", "c"]), mesh="dp=2", layout="replicated")
+    back = opened(tmp_path / "out")
+    assert back.meta["groups"] == [["b", "a", "c"]]
+    for n in SHAPES:
+        assert is_equal(back[n], value(n, "module", SHAPES[n]))
+        assert is_equal(back.optimizer["master"][n], value(n, "module", SHAPES[n]))
+
+
 def test_a_config_beside_latest_tells_the_family(tmp_path: Path) -> None:
     path = shutil.copytree(GOLDEN["z2-fp32-dp2-frozen"], tmp_path / "copy")
     (path / "config.json").write_text(json.dumps(TINY))

@@ -7,7 +7,8 @@ along where the source has it, or `load_lr_scheduler_states=False`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ from meshload.errors import LayoutError, listing
 from meshload.frameworks import is_floating
 
 from ._pickle import Global
-from ._pickle_writer import Call
-from ._torch_writer import NewTensor, dtype_of, new_tensor
-from ._zero import is_number
+from ._pickle_writer import Call, Instance
+from ._torch_writer import NewTensor, dtype_of, new_scalar, new_tensor
+from ._zero import consecutive, is_number
 
 VERSION = "0.19.8"
 """DeepSpeed's, whose fields these are."""
@@ -122,9 +123,9 @@ def model_states(
         "buffer_names": [n for n in like.meta.get("buffers") or () if n in module],
         "optimizer": None,
         "param_shapes": [{name: size(shape) for name, shape in group.items()} for group in shapes],
-        "frozen_param_shapes": {},
+        "frozen_param_shapes": None,
         "shared_params": {a: n for a, n in like.aliases.items() if n in like.arrays},
-        "frozen_param_fragments": {},
+        "frozen_param_fragments": None,
         "lr_scheduler": scheduler if is_plain else None,
         "data_sampler": None,
         "random_ltd": None,
@@ -135,7 +136,6 @@ def model_states(
         "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
         "ds_config": {},
         "ds_version": VERSION,
-        "num_experts": [0],
         **({} if info is None else {"universal_checkpoint_info": dict(info)}),
     }
 
@@ -154,3 +154,43 @@ def size(shape: Shape) -> Call:
 def zero_stage(number: int) -> Call:
     """Return DeepSpeed's word for a stage of ZeRO."""
     return Call(Global("deepspeed.runtime.zero.config", "ZeroStageEnum"), (number,))
+
+
+# --- partitions -------------------------------------------------------------------------------------------------------
+
+ALIGNMENT = 2
+"""Elements: stages 1 and 2 pad a group to a multiple of this and the number of ranks."""
+
+
+def partitions(
+    training: Training, groups: Sequence[Mapping[str, Shape]], dtypes: Mapping[str, str], ranks: int, number: int
+) -> Iterator[dict[str, Any]]:
+    """Go through what the optimizer's files of stage 1 or 2 hold, by rank; `dtypes` are those of the moments.
+
+    Masters are without their padding, moments with it. Loss scale and clipping are the engine's own.
+    """
+    counts = [sum(math.prod(shape) for shape in group.values()) for group in groups]
+    sizes = [-(-count // (ALIGNMENT * ranks)) * ALIGNMENT for count in counts]
+    cuts = [consecutive(group, [0] * len(group), size, ranks) for group, size in zip(groups, sizes, strict=True)]
+    told = training.groups or [{}] * len(groups)
+    base = [{**group, "params": [g]} for g, group in enumerate(told)]
+    for rank in range(ranks):
+        held = [min(size, max(0, count - rank * size)) for count, size in zip(counts, sizes, strict=True)]
+        moments = [{kind: new_tensor(dtype, (size,)) for kind, dtype in dtypes.items()} for size in sizes]
+        step = {} if training.step is None else {"step": training.step}
+        state = {g: {**{k: new_scalar(v) for k, v in step.items()}, **of} for g, of in enumerate(moments) if of}
+        inner = {
+            "base_optimizer_state": {"state": state, "param_groups": base},
+            "single_partition_of_fp32_groups": [new_tensor("float32", (count,)) for count in held],
+            "zero_stage": zero_stage(number),
+            "group_paddings": [size - count for size, count in zip(sizes, held, strict=True)],
+            "param_alignment_paddings": [[0] * len(group) for group in groups],
+            "partition_count": [ranks] * len(groups),
+            "ds_version": VERSION,
+            "param_slice_mappings": [{n: _address(*at) for n, at in cut.fragments(rank).items()} for cut in cuts],
+        }
+        yield {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": VERSION}
+
+
+def _address(count: int, start: int) -> Instance:
+    return Instance(Global("deepspeed.utils.tensor_fragment", "fragment_address"), {"numel": count, "start": start})

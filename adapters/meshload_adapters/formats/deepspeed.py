@@ -44,6 +44,11 @@ not which family: `config={"model_type": "gpt_neox", ...}` does.
 How tensor-parallel shards are joined is told in `_cuts.py`. `ck[name]` is the module's weight, or with `weights="master"` the fp32
 master where there is one; `ck.optimizer` has `master` and the moments by the weight's name; steps and states are in `meta`. The
 tag that `latest` names is refused where it is not complete; a tag's own folder, or `tag=`, opens with what is there.
+
+**Writing** is for engines of stage 1 and 2 that have no axis but dp, which `mesh` sizes: a group of N elements is padded to a
+multiple of 2 W and cut into W partitions. The engine takes them by their places, and by no name: the order of its parameters has to
+be the source's, or that of `DeepSpeed(parameters=...)`, which is then one group. Engines that deal it out
+(`round_robin_gradients`) or align parameters, or have stages or other axes, go on from a universal checkpoint.
 """
 
 from __future__ import annotations
@@ -60,11 +65,14 @@ from meshload.array import Array
 from meshload.box import Shape
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, listing
-from meshload.source import ByteSource, Folder
+from meshload.formats import Parts
+from meshload.source import ByteSource, Folder, LocalFolder
+from meshload.writing import lay_out, put
 
 from .._cuts import Cut as Cut
 from .._cuts import Declared, Shards, check_declared, whole
 from .._torch_file import Tensor, TorchFile
+from .._torch_writer import dtype_of, laid_out
 from .._zero import (
     NETWORK,
     Partition,
@@ -83,6 +91,7 @@ from .._zero import (
     scalar,
     tag_named,
 )
+from .._zero_files import model_states, module_of, partitions, training_of
 from .._zero_save import Optimizer, Save, read_config, read_save
 from .._zero_weights import (
     EXPERT_NAME,
@@ -117,9 +126,15 @@ class DeepSpeed:
     tied: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Tie of a pipeline -> the layer whose file holds it."""
     parameters: Sequence[str] | None = None
-    """The names of the optimizer's parameters in its order, where its state has none."""
+    """The names of the optimizer's parameters in its order, where its state has none, and for writing, where the source does
+    not tell it."""
+    stage: int = 2
+    """Of ZeRO, in the engine for which it is written: 1 or 2."""
+    step: int | None = None
+    """How many steps the moments are of that are written, where their source does not tell it."""
     name: str = field(default="deepspeed", init=False)
     order: int = field(default=20, init=False)
+    naming: str = field(default="hf", init=False)
 
     def __post_init__(self) -> None:
         if self.weights not in ("module", "master"):
@@ -128,6 +143,9 @@ class DeepSpeed:
             raise LayoutError(f"tied={dict(self.tied)!r}: ties to layer numbers were expected")
         if isinstance(self.parameters, str):
             raise LayoutError(f"parameters={self.parameters!r}: a list of names was expected")
+        if self.stage not in (1, 2):
+            more = "; for engines of stage 3 write Universal(stage=3)" if self.stage == 3 else ""
+            raise LayoutError(f"stage={self.stage!r}: 1 or 2 was expected{more}")
         check_declared(self.cut)
 
     def matches(self, folder: Folder) -> bool:
@@ -145,6 +163,50 @@ class DeepSpeed:
             raise FormatError(_unfinished(folder, place.tag, save.gaps))
         config, problems = read_config(folder)
         return _Opening(self, save, Weights(save, self.tied)).checkpoint(place.tag, config, problems)
+
+    def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
+        """Lay out the model states, and each rank's partition of masters and moments."""
+        if self.weights == "master":
+            raise LayoutError("weights='master' says what is read; to write masters as weights, convert with dtype='float32'")
+        others = {axis: n for axis, n in zip(parts.mesh.names, parts.mesh.sizes, strict=True) if n > 1 and axis != "dp"}
+        if others:
+            axes = ", ".join(f"{axis}={n}" for axis, n in others.items())
+            raise LayoutError(f"mesh: {axes}: only dp can be written as DeepSpeed's own files; write a universal checkpoint")
+        training = training_of(like, self.step, type(self).__name__)
+        groups = self._groups_for(like, training.shape_of)
+        if training.kinds and len(training.groups) != len(groups):
+            raise LayoutError(
+                f"optimizer: engines take the hyperparameters of their {len(groups)} groups from the file, and the source tells "
+                f"those of {len(training.groups)}; convert without optimizer=, or write a universal checkpoint, which needs none"
+            )
+        tag, ranks = self.tag or f"global_step{training.count}", parts.mesh.size
+        states = model_states(like, module_of(like), groups, training.count, ranks=ranks)
+        lay_out(folder, f"{tag}/mp_rank_00_model_states.pt", *laid_out(states))
+        prefix = "bf16_" if "bfloat16" in {dtype_of(like.arrays[n]) for n in training.shape_of} else ""
+        dtypes = {k: dtype_of(next(iter(like.optimizer[k].values()))) for k in training.kinds}
+        for rank, root in enumerate(partitions(training, groups, dtypes, ranks, self.stage)):
+            lay_out(folder, f"{tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", *laid_out(root))
+        put(folder, "latest", tag.encode())
+
+    def commit(self, folder: LocalFolder) -> None:
+        """Do nothing: `latest` is in the folder that now gets its name."""
+
+    def _groups_for(self, like: Checkpoint, shape_of: Mapping[str, Shape]) -> list[dict[str, Shape]]:
+        """Return the parameters in the optimizer's order, by group, or refuse: a wrong order would be loaded, and be noise."""
+        told: Any = like.meta.get("groups") if self.parameters is None else [list(self.parameters)]
+        zero = dict_of(dict_of(like.meta.get("ds_config")).get("zero_optimization"))
+        if self.parameters is None and zero.get("round_robin_gradients"):
+            told = None  # dealt out to as many ranks as there were
+        names = [n for group in told or () for n in group]
+        if sorted(names) != sorted(shape_of):
+            missing, more = [n for n in shape_of if n not in names], [n for n in names if n not in shape_of]
+            what = f"lacks {listing(missing, 3)}" if missing else f"names {listing(more, 3)}" if more else "names some twice"
+            why = f"what is given {what}" if self.parameters is not None else "the source does not tell it"
+            raise LayoutError(
+                f"DeepSpeed finds the optimizer's {len(shape_of)} parameters by their order, and {why}; say it with "
+                f"DeepSpeed(parameters=[name for name, _ in model.named_parameters()])"
+            )
+        return [{n: shape_of[n] for n in group} for group in told]
 
 
 # --- which tag --------------------------------------------------------------------------------------------------------
@@ -508,8 +570,21 @@ class _Opening:
         groups = [{k: plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else []
         return {
             "zero_stage": optimizer.stage if optimizer else 0,
+            "groups": self._order_told(optimizer),
             "optimizer": {**inner, "param_groups": groups, **self.notes},
         }
+
+    def _order_told(self, optimizer: Optimizer | None) -> list[list[str]] | None:
+        """Return the parameters' names in the optimizer's order, by group, where one model-parallel rank tells all of them."""
+        shapes = next(iter(self.save.shapes.values()), None)
+        if self.save.mp > 1 or optimizer is None or shapes is None:
+            return None
+        counts = [len(found) if type(found := g.get("params")) is list else 1 for g in optimizer.param_groups]
+        counts = counts if optimizer.stage == 3 else [1] * len(counts)
+        if sum(counts) != len(shapes):
+            return None
+        left = iter(shapes)
+        return [[name for _ in range(count) for name in next(left)] for count in counts]
 
 
 def _neox_config(state: Mapping[Any, Any]) -> dict[str, Any]:

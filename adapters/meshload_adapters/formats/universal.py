@@ -20,7 +20,8 @@ master; with `weights="master"` the latter wherever there is one. `ck.optimizer`
 (the weights, where no others are converted), moments and steps where they are converted. `Universal(stage=3)` gives the model
 states the name by which an engine of stage 3 looks for them. A loader goes through the groups of `optimizer_state.pt` and its own
 side by side, and leaves those weights as they are for whose group there is none: so there is one for each weight, and those that
-are told first. For Megatron-DeepSpeed with tensor parallelism, `mesh` says how its ranks share the weights: `cat_dim`.
+are told first. It takes no frozen weights and no buffers from the module. For Megatron-DeepSpeed with tensor parallelism, `mesh`
+says how its ranks share the weights: `cat_dim`.
 """
 
 from __future__ import annotations
