@@ -28,6 +28,8 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 
+collect_ignore_glob = ["bench/*", "make_*.py", "checks_*.py"]  # programs, some of which need what no test needs
+
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
