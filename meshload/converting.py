@@ -28,7 +28,7 @@ from .ranks import launched, resolved
 from .reading import Progress
 from .requesting import LayoutLike, missing_arrays, model_in
 from .source import Folder, LocalFolder, open_folder, read_bytes
-from .writing import FAILED, MAX_BYTES, fill, filling, locked, prepare, publish, put, remember, share, staging_of
+from .writing import FAILED, MAX_BYTES, Filling, fill, filling, locked, prepare, publish, put, remember, share, staging_of
 
 CARRIED = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model"),
@@ -91,12 +91,11 @@ def convert(
     group = processes()
     with shown_progress(progress if group.rank == 0 else None) as report, draft.laid_out(group, view, carried):
 
-        def move() -> None:
-            todo = filling(draft.pairs(view), max_bytes=limit)
+        def move(todo: Filling) -> None:
             groups = share(todo, group.rank, group.size)
             fill(todo, groups=groups, progress=report, check=draft.check, resume=resume, lossy=dtype is not None)
 
-        draft.finish(group, move)
+        draft.finish(group, view, move, limit)
 
 
 @dataclass(frozen=True)
@@ -161,12 +160,15 @@ class Draft:
         found += [(one, view.arrays[name]) for name, one in moments.get("master", {}).items() if name not in asked]
         return found
 
-    def finish(self, group: Group, move: Callable[[], None]) -> None:
-        """Let each process move its share; then one gives the folder its name. Where one fails all do, and soon."""
+    def finish(self, group: Group, view: Checkpoint, move: Callable[[Filling], None], max_bytes: int) -> None:
+        """Let each process move its share; then one gives the folder its name. Where one fails all do, and soon.
 
-        def attempt() -> None:
+        All have read the empty files before anybody writes into them: a file that changes while it is opened is refused.
+        """
+
+        def attempt(todo: Filling) -> None:
             try:
-                move()
+                move(todo)
             except Exception as error:
                 if group.size > 1:
                     with suppress(OSError):
@@ -178,7 +180,9 @@ class Draft:
             publish(self.staging, self.target)
 
         try:
-            together(group, attempt)
+            todo = together(group, lambda: filling(self.pairs(view), max_bytes=max_bytes))
+            assert todo is not None
+            together(group, lambda: attempt(todo))
         except MeshloadError as error:
             if group.rank == 0 and not isinstance(error, SourceError):  # going on would fail alike
                 shutil.rmtree(self.staging.path, ignore_errors=True)

@@ -33,7 +33,7 @@ from .reading import Progress
 from .requesting import LayoutLike, axes_by_pattern
 from .source import Bytes
 from .wanting import local_shape
-from .writing import MAX_BYTES, FileSink, Filling, Item, fill, filling, scatter
+from .writing import MAX_BYTES, FileSink, Filling, Item, fill, scatter
 
 LARGE = 1 << 62
 SAMPLE = 4 << 10
@@ -91,7 +91,7 @@ def save(
     made, view = drafted
     carried = [("config.json", config_file(begun.config))] if begun.config else []
     with shown_progress(progress if group.rank == 0 else None) as report, made.laid_out(group, view, carried):
-        made.finish(group, lambda: _move(filling(made.pairs(view), max_bytes=begun.limit), group, made, report))
+        made.finish(group, view, lambda todo: _move(todo, group, made, report), begun.limit)
 
 
 @dataclass(frozen=True, eq=False)
