@@ -172,7 +172,9 @@ class Draft:
             except Exception as error:
                 if group.size > 1:
                     with suppress(OSError):
-                        (self.staging.path / FAILED).write_text(f"rank {group.rank}: {error}")
+                        told = self.staging.path / f"{FAILED}-{group.rank}"
+                        told.write_text(f"rank {group.rank}: {error}")
+                        told.replace(self.staging.path / FAILED)  # whole, to whoever looks
                 raise
 
         def end() -> None:
