@@ -25,7 +25,7 @@ from .reading import Progress, read_array
 from .requesting import missing_arrays, model_in
 from .scheduling import UNIT_COST
 from .source import Folder, LocalFolder, blobs_of, open_folder
-from .writing import MAX_BYTES, fill, filling, unit_of
+from .writing import MAX_BYTES, fill, filling, nothing, unit_of
 
 PART = 1 << 18
 """Elements whose values are compared at once, each in several temporary float64."""
@@ -256,7 +256,7 @@ class _Comparison:
             a, b = one[i : i + PART], other[i : i + PART]
             if a.dtype != b.dtype or a.tobytes() != b.tobytes():
                 self._note(flat + i, a, b)
-        return _nothing
+        return nothing
 
     def _note(self, flat: int, one: NDArray[Any], other: NDArray[Any]) -> None:
         """Count what differs in a few elements, the first of which has a flat index."""
@@ -305,10 +305,6 @@ class _Comparison:
             f"to {list(last)}, by {self.far:g} at most"
         )
         return [Problem(text, array=one.name, file=files[0])]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _file_of(array: Array, index: tuple[int, ...]) -> str:
@@ -368,7 +364,7 @@ class _Summing:
 
     def write(self, start: int, values: NDArray[Any]) -> Any:
         self.sums.add(self.name, sum_of_run(values, self.size - start - values.nbytes))
-        return _nothing
+        return nothing
 
     def holds(self, start: int, values: NDArray[Any]) -> bool:
         return False

@@ -45,7 +45,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=object)) * _itemsize(self.dtype)
+        return int(np.prod(self.shape, dtype=object)) * dtype_named(self.dtype).itemsize
 
     @property
     def is_whole(self) -> bool:
@@ -62,13 +62,14 @@ class Entry:
         return Entry(self.dtype, self.shape, self.sum ^ other.sum, self.size + other.size)
 
 
-def _itemsize(dtype: str) -> int:
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the dtype of numbers that has this name, NumPy's or ml_dtypes', or raise `TypeError`."""
     import ml_dtypes
 
-    found = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    if found.hasobject or found.name != dtype:
-        raise TypeError(f"{dtype!r} is no dtype of numbers")
-    return int(found.itemsize)
+    found = np.dtype(getattr(ml_dtypes, name, name))
+    if found.hasobject or found.name != name:
+        raise TypeError(f"{name!r} is no dtype of numbers")
+    return found
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _entry(described: Any, where: str) -> Entry:
         entry = Entry(dtype, tuple(shape), int(text, 16), size)
         counts = (*entry.shape, entry.size)
         is_one = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in counts)
-        is_one = is_one and re.fullmatch("[0-9a-f]{8}", text) is not None and _itemsize(dtype) > 0
+        is_one = is_one and re.fullmatch("[0-9a-f]{8}", text) is not None and dtype_named(dtype).itemsize > 0
     except (KeyError, TypeError, ValueError, AttributeError):
         is_one = False
     if not is_one:

@@ -20,6 +20,7 @@ from .array import Array
 from .box import Box, Shape, row_major
 from .checkpoint import Checkpoint
 from .converting import Draft, config_file, local, processes, writer_of
+from .digests import dtype_named
 from .errors import LayoutError, MeshloadWarning, listing
 from .exchange import shared, together
 from .formats import Format, Parts, Writer, described
@@ -379,7 +380,7 @@ def _view(
     """Return all slices of all processes as one checkpoint."""
     arrays = {}
     for name, (dtype_name, shape) in whole.items():
-        dtype = _dtype(dtype_name)
+        dtype = dtype_named(dtype_name)
         rows = []
         for owner, box in parts[name]:
             label, own = f"{name} of rank {owner}", mine[name, box] if owner == rank else None
@@ -393,12 +394,6 @@ def _view(
         pieces = table(sources, np.arange(len(rows)), np.asarray(offset, np.int64), *columns)
         arrays[name] = Array(name, dtype, shape, pieces)
     return with_views(Checkpoint(arrays, "memory", config=config))
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 # --- moving -----------------------------------------------------------------------------------------------------------

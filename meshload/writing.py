@@ -68,7 +68,7 @@ class FileSink:
 
     def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
         self.put([(start, _bytes(values))])
-        return _nothing
+        return nothing
 
     def put(self, runs: Iterable[tuple[int, memoryview]]) -> None:
         """Write bytes, each run at its start."""
@@ -168,7 +168,7 @@ def _bytes(values: NDArray[Any]) -> memoryview:
     return memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Do nothing: the write has ended already."""
 
 
@@ -561,7 +561,7 @@ def _written(item: Item, plan: Plan, place: int, buffers: dict[int, Bytes], resu
             )
     values = values if values.dtype == item.dtype else values.astype(item.dtype)
     if resume and item.sink.holds(item.start, values):
-        return _nothing
+        return nothing
     return item.sink.write(item.start, values)
 
 

@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,26 +20,10 @@ CHECKS = re.findall(r"^def (check_\w+)", (HERE / "checks_torch.py").read_text(),
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, save_qwen2: Callable[..., None]) -> Path:
     """Return a tiny Qwen2: tied embeddings, biases, grouped queries, a vocabulary that divides by nothing."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen2Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        vocab_size=131,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape))
     folder = tmp_path_factory.mktemp("qwen2")
-    model.save_pretrained(folder)
+    save_qwen2(folder, "float32")
     return folder
 
 

@@ -20,26 +20,10 @@ CHECKS = re.findall(r"^def (check_\w+)", (HERE / "checks_saving.py").read_text()
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def told(tmp_path_factory: pytest.TempPathFactory, save_qwen2: Callable[..., None]) -> list[dict[str, str]]:
     """Return what each rank says went wrong, by check: a tied Qwen2 whose sizes divide by 4, but for the vocabulary."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen2Config(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        vocab_size=131,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape))
     folder, out = tmp_path_factory.mktemp("qwen2"), tmp_path_factory.mktemp("saved")
-    model.to(torch.bfloat16).save_pretrained(folder)
+    save_qwen2(folder, "bfloat16")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     program = [*launch, str(HERE / "checks_saving.py"), str(folder), str(out)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=280)
