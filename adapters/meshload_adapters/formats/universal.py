@@ -44,8 +44,9 @@ from .._cuts import Cut as Cut
 from .._cuts import Declared, Whole, check_declared, whole
 from .._torch_file import Tensor, TorchFile
 from .._torch_writer import dtype_of, laid_out, new_scalar, new_tensor
-from .._zero import NETWORK, Refused, dict_of, has_tag, mapped, plain, read_files, scalar, tag_named
+from .._zero import NETWORK, Refused, dict_of, mapped, plain, read_files, scalar
 from .._zero_files import UNIVERSAL_VERSION, VERSION, Training, model_states, module_of, training_of, zero_stage
+from .._zero_find import has_tag, tag_named
 from .._zero_save import Save, read_config, read_save
 from .._zero_weights import EXPERT_NAME, LARGE, Weights, checkpoint_of, meta_of, rules_of, stored_files, with_stored
 
