@@ -64,3 +64,23 @@ def tags(folder: Folder, listed: Sequence[str]) -> list[str]:
 def _by_number(tag: str) -> tuple[int, str]:
     numbers = re.findall(r"\d{1,18}", tag)
     return (int(numbers[-1]) if numbers else -1, tag)
+
+
+# --- universal checkpoints --------------------------------------------------------------------------------------------
+
+STATE = "optimizer_state.pt"
+
+
+def universal_tags(folder: Folder, listed: Sequence[str]) -> list[str]:
+    """Return the folders in a root that hold a universal tag."""
+    inner = [n[:-1] for n in listed if n.endswith("/")]
+    is_root = "latest_universal" in listed or any(n.endswith("_universal") for n in inner)
+    return [n for n in inner if "zero/" in folder.names(n) and is_zero(folder, f"{n}/zero")] if is_root else []
+
+
+def is_zero(folder: Folder, under: str) -> bool:
+    """Say whether a folder is the `zero` of a universal checkpoint."""
+    listed = folder.names(under)
+    if STATE in listed:
+        return True
+    return any(n.endswith("/") and folder.has(f"{under}/{n}fp32.pt") for n in listed[:4])
