@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshload.checkpoint import Checkpoint
 from meshload.formats import Parts
@@ -19,9 +19,9 @@ class DCP:
     """Which step, in a folder of steps: its number or its folder's name; by default the last complete one."""
     model: str | None = None
     """The key under which the weights lie that the optimizer trained, where several models are in the checkpoint; `""`: none."""
-    name: str = field(default="dcp", init=False)
-    order: int = field(default=60, init=False)
-    naming: str = field(default="hf", init=False)
+    name = "dcp"
+    order = 60
+    naming = "hf"
 
     def matches(self, folder: Folder) -> bool:
         """Say whether there is a `.metadata` or a data file, here or in folders of steps; unfinished saves are recognised too."""

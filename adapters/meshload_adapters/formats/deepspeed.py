@@ -40,9 +40,9 @@ class DeepSpeed:
     """Of ZeRO, in the engine for which it is written: 1 or 2."""
     step: int | None = None
     """How many steps the moments are of that are written, where their source does not tell it."""
-    name: str = field(default="deepspeed", init=False)
-    order: int = field(default=20, init=False)
-    naming: str = field(default="hf", init=False)
+    name = "deepspeed"
+    order = 20
+    naming = "hf"
 
     def __post_init__(self) -> None:
         if self.weights not in ("module", "master"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError
@@ -21,8 +21,8 @@ class FastLLM:
     """Which weights decay, which is what flat vectors are sorted by: `matrices` alone, as since June 2026, or `all`."""
     family: str | None = None
     """The Hugging Face family that the model is one of, where the first that fits is not meant (`mistral` for `llama`)."""
-    name: str = field(default="fast_llm", init=False)
-    order: int = field(default=36, init=False)
+    name = "fast_llm"
+    order = 36
 
     def __post_init__(self) -> None:
         if self.decay not in (None, "matrices", "all"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from meshload.checkpoint import Checkpoint
 from meshload.formats import Parts
 from meshload.source import Folder, LocalFolder
@@ -11,13 +9,12 @@ from meshload.source import Folder, LocalFolder
 from .._flexgen_find import has_magic, parameter
 
 
-@dataclass(frozen=True, slots=True)
 class FlexGen:
     """The format of FlexGen's `-np` folders."""
 
-    name: str = field(default="flexgen", init=False)
-    order: int = field(default=38, init=False)
-    naming: str = field(default="flexgen", init=False)
+    name = "flexgen"
+    order = 38
+    naming = "flexgen"
 
     def matches(self, folder: Folder) -> bool:
         """Say whether files have the names of OPT's parameters, and begin as NumPy's do or are empty."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError
@@ -23,9 +22,9 @@ class HuggingFace:
     """Such as `fp16`."""
     max_shard_size: int | str = "5GB"
     """In writing: bytes per file, or such as `"500MB"`; a larger array has a file of its own."""
-    name: str = field(default="hf", init=False)
-    order: int = field(default=80, init=False)
-    naming: str = field(default="hf", init=False)
+    name = "hf"
+    order = 80
+    naming = "hf"
 
     def __post_init__(self) -> None:
         _bytes_of(self.max_shard_size)
@@ -72,10 +71,15 @@ class HuggingFace:
         """Do nothing: the format has no marker, its index is there already."""
 
 
+_UNITS = {f"{k}{i}": base**n for base, i in ((1000, ""), (1024, "I")) for n, k in enumerate(("", "K", "M", "G", "T"))}
+
+
 def _bytes_of(size: int | str) -> int:
     """Return a size in bytes: `5GB` is 5,000,000,000, as transformers has it; `5GiB` is 5 * 2**30."""
-    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?)B?", str(size).strip(), re.IGNORECASE) if not isinstance(size, bool) else None
-    found = int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ") if match else 0
+    text = "" if isinstance(size, bool) else str(size).strip().upper().removesuffix("B")
+    number = text.rstrip("KMGTI")
+    unit = text.removeprefix(number)
+    found = int(number) * _UNITS.get(unit, 0) if number.rstrip().isdecimal() else 0
     if found <= 0:
         raise LayoutError(f"max_shard_size={size!r}: a number of bytes, or such as '500MB', was expected")
     return found

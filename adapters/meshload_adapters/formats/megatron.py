@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError
@@ -26,9 +26,9 @@ class Megatron:
     """When writing: into how many chunks of layers a pipeline rank's layers are cut."""
     iteration: int | None = None
     """When writing: the iteration's number; by default `release`, for which Megatron asks for no optimizer and no random state."""
-    name: str = field(default="megatron", init=False)
-    order: int = field(default=35, init=False)
-    naming: str = field(default="megatron", init=False)
+    name = "megatron"
+    order = 35
+    naming = "megatron"
 
     def __post_init__(self) -> None:
         if self.qkv_order not in (None, "grouped", "concatenated"):

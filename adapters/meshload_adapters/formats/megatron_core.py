@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError
@@ -22,9 +22,9 @@ class MegatronCore:
     """`local` or `transformer_engine`: the layer spec, which the order of flat optimizer states needs, and writing."""
     iteration: int | None = None
     """When writing: the iteration's number; by default `release`, for which Megatron asks for no optimizer and no random state."""
-    name: str = field(default="megatron_core", init=False)
-    order: int = field(default=30, init=False)
-    naming: str = field(default="megatron", init=False)
+    name = "megatron_core"
+    order = 30
+    naming = "megatron"
 
     def __post_init__(self) -> None:
         if self.glu_interleave is not None and (type(self.glu_interleave) is not int or self.glu_interleave < 0):

@@ -28,18 +28,9 @@ class Orbax:
     """In writing: arrays of zarr version 3; Orbax's default is version 2."""
     compress: bool = True
     """In writing: zstd at level 1, as Orbax does; without it, writing is a copy."""
-
-    @property
-    def name(self) -> str:
-        return "orbax"
-
-    @property
-    def naming(self) -> str:
-        return "hf"
-
-    @property
-    def order(self) -> int:
-        return 40
+    name = "orbax"
+    order = 40
+    naming = "hf"
 
     def matches(self, folder: Folder) -> bool:
         """Say yes to items, steps and roots of steps, to unfinished ones too; no to a virtual index beside its own source."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError, listing
@@ -16,13 +15,12 @@ from .._peft_find import ARRAYS, CONFIG, KEY, has_adapter
 LEAD = "base_model.model."
 
 
-@dataclass(frozen=True, slots=True)
 class PEFT:
     """The format of PEFT's folders."""
 
-    name: str = field(default="peft", init=False)
-    order: int = field(default=75, init=False)
-    naming: str = field(default="hf", init=False)
+    name = "peft"
+    order = 75
+    naming = "hf"
 
     def matches(self, folder: Folder) -> bool:
         """Say whether an adapter and its config are there, and no whole model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError
@@ -19,8 +19,8 @@ class Torch:
     """Such as `fp16`, in Hugging Face's names."""
     embedding_dim: int | None = None
     """Which dim of the embedding Meta's files cut (1 in Llama 1 and 2, 0 in Llama 3), where `params.json` does not tell."""
-    name: str = field(default="torch", init=False)
-    order: int = field(default=90, init=False)
+    name = "torch"
+    order = 90
 
     def __post_init__(self) -> None:
         if self.embedding_dim not in (None, 0, 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshload.checkpoint import Checkpoint
@@ -31,9 +31,9 @@ class Universal:
     """Of ZeRO, in the engine for which it is written: 1, 2 or 3."""
     step: int | None = None
     """How many steps the moments are of that are written, where their source does not tell it."""
-    name: str = field(default="universal", init=False)
-    order: int = field(default=10, init=False)
-    naming: str = field(default="hf", init=False)
+    name = "universal"
+    order = 10
+    naming = "hf"
 
     def __post_init__(self) -> None:
         if self.weights not in ("module", "master"):
