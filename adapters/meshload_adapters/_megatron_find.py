@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshload.errors import listing
 from meshload.source import Folder, read_bytes
@@ -26,8 +26,7 @@ OLD_OPTIMIZER = "optim.pt"
 LEGACY, CORE, UNFINISHED = "legacy", "core", "unfinished"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Save:
+class Save(NamedTuple):
     """One iteration's folder, and how it was saved."""
 
     kind: str
@@ -114,7 +113,7 @@ def _tracked(folder: Folder, listed: list[str], saves: list[str]) -> Save | None
     if name in kinds:
         absent = lacking(kinds[name]) if kinds[name].kind == CORE else ""
         why = f"{TRACKER} names {name}, in which {absent}: its save did not finish; {hint}"
-        return replace(kinds[name], why=why) if absent else kinds[name]
+        return kinds[name]._replace(why=why) if absent else kinds[name]
     if not saves and any(n == "latest" or n.startswith("global_step") for n in listed):
         return None  # Megatron-DeepSpeed keeps this tracker beside DeepSpeed's folders
     what = "holds no checkpoint" if name in saves else "is not there"

@@ -11,7 +11,7 @@ from meshload.source import Folder, LocalFolder
 from .._dcp_find import SUFFIX, is_checkpoint, is_megatron, is_metadata, steps_in
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DCP:
     """The format of torch.distributed.checkpoint."""
 

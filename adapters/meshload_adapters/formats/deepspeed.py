@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .._cuts import Declared
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DeepSpeed:
     """The format of the folders that DeepSpeed's `save_checkpoint` writes."""
 

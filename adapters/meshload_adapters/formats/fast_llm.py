@@ -11,7 +11,7 @@ from meshload.source import Folder
 from .._fast_llm_find import METADATA, is_ours, steps_in
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class FastLLM:
     """The format of Fast-LLM's own checkpoints."""
 

@@ -12,7 +12,7 @@ from meshload.source import Folder, LocalFolder
 from .._hf_find import STEMS, has_magic, index_name, is_consolidated, is_index, numbered, single_name, stem_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class HuggingFace:
     """The format of Hugging Face folders and of single safetensors files."""
 

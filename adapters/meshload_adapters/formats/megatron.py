@@ -12,7 +12,7 @@ from meshload.source import Folder, LocalFolder
 from .._megatron_find import CORE, find_save
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Megatron:
     """The legacy format of Megatron-LM; the options say what `args` do not, or how it is to be written."""
 

@@ -12,7 +12,7 @@ from meshload.source import Folder, LocalFolder
 from .._megatron_find import CORE, find_save
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MegatronCore:
     """The torch_dist format of megatron-core; the options say what `args` do not."""
 

@@ -16,7 +16,7 @@ from .._orbax_find import OLD, STEP, TREE, VERSION_1, is_mark, is_old, is_tempor
 from .._orbax_record import is_beside
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Orbax:
     """The format of Orbax: one tree item of one step."""
 

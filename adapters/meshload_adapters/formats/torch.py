@@ -11,7 +11,7 @@ from meshload.source import Folder
 from .._torch_find import consolidated, has_magic, index_name, is_index, is_there, numbered, single_name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Torch:
     """The format of files that `torch.save` wrote; the least specific, as others consist of such files."""
 

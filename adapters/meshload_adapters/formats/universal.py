@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .._cuts import Declared
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Universal:
     """The format of DeepSpeed's universal checkpoints."""
 
