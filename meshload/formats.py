@@ -31,7 +31,10 @@ CONFIG = "config.json"
 
 @runtime_checkable
 class Format(Protocol):
-    """What a format adapter provides. Its entry point names a class whose instances need no arguments."""
+    """What a format adapter provides. Its entry point names a class whose instances need no arguments.
+
+    All formats are loaded to ask whose a folder is: what `matches` does not need, `open` better imports when it is called.
+    """
 
     @property
     def name(self) -> str:

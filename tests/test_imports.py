@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
 import meshload
+from meshload.formats import adapters
 
 CORE = Path(meshload.__file__).parent
 ADAPTERS = CORE.parent / "adapters" / "meshload_adapters"
@@ -186,6 +190,72 @@ def test_a_plan_of_sizes_loads_nothing_heavy(run_python: Callable[..., str], tmp
         "print(", "meshload.plan(sys.argv[1], mesh='tp=2', rank=1, layout={'*': ('tp',)})\nprint("
     )
     assert run_python(program, path).split() == []
+
+
+LOADED = """
+import sys
+import meshload
+from meshload.formats import installed
+installed()
+meshload.open(sys.argv[1]) if sys.argv[1:] else None
+print(*(name.removeprefix("meshload_adapters.") for name in sys.modules if name.startswith("meshload_adapters._")))
+print(*(name for name in sys.modules if name in ("meshload.writing", "tensorstore")))
+"""
+
+
+def is_light(module: str) -> bool:
+    return module.endswith("_find") or module == "_orbax_record"
+
+
+def test_asking_whose_a_folder_is_loads_only_what_finds_files(run_python: Callable[..., str]) -> None:
+    private, others = run_python(LOADED).splitlines()
+    assert [name for name in private.split() if not is_light(name)] == []
+    assert others == ""
+
+
+def test_opening_a_hugging_face_folder_loads_no_other_format_and_no_writer(run_python: Callable[..., str], tmp_path: Path) -> None:
+    from meshload.testing import ramp, write_checkpoint
+
+    private, others = run_python(LOADED, write_checkpoint(tmp_path, {"w": ramp("w", (4, 4))})).splitlines()
+    assert {name for name in private.split() if not is_light(name)} == {"_hf", "_json", "_safetensors"}
+    assert others == ""
+
+
+@pytest.mark.parametrize("module", ["deepspeed", "universal"])
+def test_the_cut_that_an_option_takes_is_beside_its_format(module: str) -> None:
+    from meshload_adapters._cuts import Cut
+
+    assert import_module(f"meshload_adapters.formats.{module}").Cut is Cut
+
+
+@pytest.mark.parametrize("group", ["meshload.formats", "meshload.frameworks", "meshload.models"])
+def test_our_entry_points_are_those_that_importlib_finds(group: str) -> None:
+    assert {(p.name, p.value) for p in adapters(group)} == {(p.name, p.value) for p in entry_points(group=group)}
+
+
+ON_A_PATH = """
+import importlib.metadata, sys
+from meshload.formats import adapters
+sys.path[:] = sys.argv[1:]
+print(*(f"{point.name}={point.value}" for point in adapters("meshload.formats")))
+"""
+INFO = "{package}-1.dist-info/entry_points.txt"
+
+
+def test_of_two_entry_points_of_a_name_the_first_on_the_path_counts(run_python: Callable[..., str], tmp_path: Path) -> None:
+    for package, names in {"one": ("a",), "two": ("a", "b")}.items():
+        file = tmp_path / package / INFO.format(package=package)
+        file.parent.mkdir(parents=True)
+        file.write_text("\n".join(["[other]", "c = x:Y", "[meshload.formats]", *(f"{name} = {package}:Format" for name in names)]))
+    paths = [tmp_path / "nothing", tmp_path / "one", tmp_path / "two"]
+    assert run_python(ON_A_PATH, *paths).split() == ["a=one:Format", "b=two:Format"]
+
+
+def test_entry_points_in_a_zip_file_are_found(run_python: Callable[..., str], tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "packed.zip", "w") as packed:
+        packed.writestr(INFO.format(package="one"), "[meshload.formats]\na = one:Format")
+        packed.writestr("one-1.dist-info/METADATA", "Name: one")
+    assert run_python(ON_A_PATH, tmp_path / "packed.zip").split() == ["a=one:Format"]
 
 
 TIMED = "import time; start = time.process_time(); import {module}; print(time.process_time() - start)"
