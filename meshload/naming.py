@@ -25,7 +25,7 @@ from .errors import LayoutError, listing
 from .expression import evaluate, needed
 from .formats import adapters
 from .layout import size_of_blocks
-from .pattern import Line, Namer, Pattern, Table, find, fuse, parse_table, refined, shown_shape
+from .pattern import Line, Namer, Pattern, Table, families_in, find, fuse, parse_table, refined, shown_shape
 from .pieces import Pieces, stacked, union
 from .quantised import Method, parse_method, with_companions
 
@@ -39,13 +39,22 @@ MOST = 1 << 20
 
 
 @lru_cache(maxsize=1)
-def namings() -> dict[str, tuple[Table, ...]]:
-    """Return the installed tables per naming."""
-    found: dict[str, tuple[Table, ...]] = {}
-    for point in adapters("meshload.models"):
+def _texts() -> dict[str, dict[str, str]]:
+    """Return the installed tables, by naming and family; the canonical naming comes first."""
+    found: dict[str, dict[str, str]] = {}
+    for point in sorted(adapters("meshload.models"), key=lambda p: (p.name != CANONICAL, p.name)):
         if point.name not in METHODS:
-            found[point.name] = tuple(parse_table(text) for text in point.load())
+            of = found.setdefault(point.name, {})
+            for text in point.load():
+                for family in families_in(text):
+                    of.setdefault(family, text)
     return found
+
+
+@lru_cache(maxsize=128)
+def tables_of(family: str | None) -> dict[str, Table]:
+    """Return a family's tables by naming, the canonical one first; other families' are not even parsed."""
+    return {naming: parse_table(of[family]) for naming, of in _texts().items() if family in of}
 
 
 def naming_names() -> list[str]:
@@ -63,11 +72,10 @@ def family_of(config: Mapping[str, Any] | None) -> str | None:
     """Return a config's `model_type`, that of its `text_config` where only that one has tables."""
     if config is None:
         return None
-    served = {f for tables in namings().values() for t in tables for f in t.families}
     nested = config.get("text_config")
     types = [config.get("model_type"), nested.get("model_type") if isinstance(nested, Mapping) else None]
     words = [t for t in types if isinstance(t, str)]
-    return next((t for t in words if t in served), types[0] if isinstance(types[0], str) else None)
+    return next((t for t in words if tables_of(t)), types[0] if isinstance(types[0], str) else None)
 
 
 @dataclass(frozen=True)
@@ -178,22 +186,19 @@ def model_of(naming: str, config: Mapping[str, Any] | None, *, names: Iterable[s
     of an adapter, its arrays are the model's: those that it says, and those that stand among `names`.
     """
     family = family_of(config)
-    if config is None or family is None or naming not in namings():
+    tables = tables_of(family)
+    if config is None or naming not in tables:
         return None
-    table = next((t for t in namings()[naming] if family in t.families), None)
-    if table is None:
-        return None
+    table = tables[naming]
     joints: dict[str, tuple[str, ...]] = {}
     sizes: dict[str, str] = {}
-    for tables in namings().values():
-        for other in tables:
-            if family in other.families:
-                joints.update(other.joints)
-                sizes.update(other.sizes)
+    for other in tables.values():
+        joints.update(other.joints)
+        sizes.update(other.sizes)
     flat = flattened(config)
     table = replace(table, sizes={**sizes, **table.sizes, "one": "1"})
     table = table.numbered(table.sizes_at(flat))
-    model = Model(naming, family, table, flat, joints)
+    model = Model(naming, str(family), table, flat, joints)
     if ADAPTER in flat:
         return _adapted(model, list(names))
     model = _decided(model, names)
@@ -327,7 +332,7 @@ def take_apart(model: Model, arrays: Mapping[str, Array]) -> Inventory:
     parts: dict[str, Stored] = {}
     names: dict[str, str] = {}
     left = _take(model, arrays, parts, names)
-    for naming in sorted(namings()) if left and parts else ():
+    for naming in sorted(tables_of(model.family)) if left and parts else ():
         other = model_of(naming, model.config) if naming != model.naming else None
         if left and other is not None and all(other.sizes.get(size) is not None for size, _ in other.table.asks):
             left = _take(other, {name: arrays[name] for name in left}, parts, names)
@@ -541,14 +546,12 @@ def naming_of(names: Iterable[str], config: Mapping[str, Any] | None) -> str | N
     if ADAPTER in flat:
         stored = weights_of(stored, ways_of(flat[ADAPTER], methods("adapted")))
     best, count = None, 0
-    for naming in sorted(namings(), key=lambda n: (n != CANONICAL, n)):
-        for table in namings()[naming]:
-            if family in table.families:
-                table = table.numbered(table.sizes_at(flat))
-                namer = Namer(table)
-                known = sum(_located(namer, table, name) is not None for name in stored)
-                if known > count:
-                    best, count = naming, known
+    for naming, table in tables_of(family).items():
+        table = table.numbered(table.sizes_at(flat))
+        namer = Namer(table)
+        known = sum(_located(namer, table, name) is not None for name in stored)
+        if known > count:
+            best, count = naming, known
     return best
 
 
@@ -580,8 +583,9 @@ def tied(model: Model, inventory: Inventory) -> Inventory:
 def contradiction(told: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     """Return where two configs differ in what tables read of them."""
     keys = {"model_type"}
-    for tables in namings().values():
-        for table in tables:
+    families = {family_of(told), family_of(given)} - {None} or {f for of in _texts().values() for f in of}
+    for family in families:
+        for table in tables_of(family).values():
             for text in (*table.sizes.values(), *(line.condition for line in table.lines if line.condition)):
                 keys |= set(needed(text))
     one, other = flattened(told), flattened(given)

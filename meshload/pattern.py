@@ -377,6 +377,7 @@ def _lay_term(node: Sum, part: str, pieces: Pieces, dim: int, size: SizeOf) -> P
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+_FAMILIES = re.compile(r"^\s*families\s+([^#\n]*)", re.MULTILINE)
 _COUNTED = re.compile(r"\{(\w+)(?:\+(\d+))?\}")
 """What stands in a name for a number that counts a dim, from 0 or from another number."""
 
@@ -473,6 +474,11 @@ class Table:
     def needs(self, dim: str) -> str:
         """Say what the config must have for a dim to get its size."""
         return f"{dim} ({self.sizes[dim]})" if dim in self.sizes else dim
+
+
+def families_in(text: str) -> list[str]:
+    """Return the families that a table serves."""
+    return [family for line in _FAMILIES.findall(text) for family in line.split()]
 
 
 def parse_table(text: str) -> Table:
