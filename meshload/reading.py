@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from .array import Array
 from .errors import CopiesDiffer, LimitError
+from .kernel import touch
 from .planning import MAX_BYTES, Plan, Target, check_limit, plan_array
 from .scheduling import Batch, Chunk, Cut, Decoded, Schedule, Staged, boxes_of_cut
 from .source import Bytes, ByteSource, ChunkedSource, LocalFile, RunSource, plain_runs
@@ -153,7 +154,9 @@ class _Work:
         runs = self.schedule.straight[batch.ranges[0, 3] : batch.ranges[-1, 4]]
         if len(runs) == 1:
             _, start, length, target, to = runs[0].tolist()
-            source.read_into(start, self.buffers[target][to : to + length])
+            memory = self.buffers[target][to : to + length]
+            touch(memory)
+            source.read_into(start, memory)
         elif hasattr(source, "read_runs") and (runs[1:, 1] >= runs[:-1, 1] + runs[:-1, 2]).all():
             cast(RunSource, source).read_runs(batch.ranges, runs, self.buffers)
         else:
