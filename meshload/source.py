@@ -82,6 +82,20 @@ class ChunkedSource(Source, Protocol):
         """Return chunks, decoded, in their clipped shapes, row-major; all are asked for at once."""
 
 
+class DecodingSource(ChunkedSource, Protocol):
+    """A source whose chunks can be decoded where they are wanted, without memory in between."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of its elements."""
+
+    def slices(self, k: int) -> tuple[slice, ...]:
+        """Return chunk `k`'s clipped box as an index."""
+
+    def decode_into(self, outs: Mapping[int, NDArray[Any]]) -> None:
+        """Decode chunks right into arrays of their clipped shapes; all are asked for at once."""
+
+
 class Folder(Protocol):
     """A place that holds named files: a local directory or a prefix in a key-value store."""
 
@@ -613,17 +627,30 @@ class ChunkedArray:
         at = np.unravel_index(k, self.grid) if self.grid else ()
         return tuple(slice(int(i) * c, min((int(i) + 1) * c, n)) for i, c, n in zip(at, self.chunk, self.shape, strict=True))
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        found: np.dtype[Any] = self.store.dtype.numpy_dtype
+        return found
+
     def read_chunks(self, ks: Sequence[int]) -> list[NDArray[Any]]:
         asked = [self.store[self.slices(k)].read(order="C") for k in ks]
-        found = []
-        for k, future in zip(ks, asked, strict=True):
-            try:
-                found.append(np.asarray(future.result(), order="C"))
-            except (ValueError, OSError) as error:
-                at = np.unravel_index(k, self.grid) if self.grid else ()
-                name = ".".join(str(int(i)) for i in at) or "0"
-                raise SourceError(f"{self.name}: chunk {name} cannot be read: {error}") from error
-        return found
+        return [np.asarray(self._result(k, future), order="C") for k, future in zip(ks, asked, strict=True)]
+
+    def decode_into(self, outs: Mapping[int, NDArray[Any]]) -> None:
+        """Decode chunks right into arrays of their clipped shapes; all are asked for at once."""
+        import tensorstore
+
+        asked = [tensorstore.array(out, copy=False, write=True).write(self.store[self.slices(k)]) for k, out in outs.items()]
+        for k, future in zip(outs, asked, strict=True):
+            self._result(k, future)
+
+    def _result(self, k: int, future: Any) -> Any:
+        try:
+            return future.result()
+        except (ValueError, OSError) as error:
+            at = np.unravel_index(k, self.grid) if self.grid else ()
+            name = ".".join(str(int(i)) for i in at) or "0"
+            raise SourceError(f"{self.name}: chunk {name} cannot be read: {error}") from error
 
     def pieces(self) -> Pieces:
         """Return one row per chunk."""

@@ -7,6 +7,7 @@ import errno
 import http.server
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -161,6 +162,41 @@ def test_each_chunk_is_decoded_once_however_many_want_of_it() -> None:
     assert same_bits(values_of(buffers[0], made.targets[0]), expected)
     assert sorted(log.reads) == [("zarr", k * 80, 80) for k in range(6)]
     assert (made.reads, made.read_bytes) == (6, 480)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_chunks_decoded_in_place_are_those_that_are_decoded_and_cut(data: st.DataObject) -> None:
+    ndim = data.draw(st.integers(1, 4))
+    shape = tuple(data.draw(st.integers(1, 7)) for _ in range(ndim))
+    chunk = [data.draw(st.integers(1, n)) for n in shape]
+    values = np.arange(math.prod(shape), dtype=data.draw(st.sampled_from([np.uint8, np.int16, np.float32, np.float64]))).reshape(
+        shape
+    )
+    store = tensorstore.open(
+        {"driver": "zarr", "kvstore": "memory://", "metadata": {"chunks": chunk, "compressor": None}},
+        create=True,
+        dtype=values.dtype,
+        shape=shape,
+    ).result()
+    store.write(values).result()
+    array = Array("w", values.dtype, shape, ChunkedArray(store, "w").pieces())
+    box = tuple(slice(a := data.draw(st.integers(0, n - 1)), data.draw(st.integers(a + 1, n))) for n in shape)
+    order = data.draw(st.permutations(range(ndim)))
+    array, expected = array[box].transpose(*order), values[box].transpose(order)
+    dim = data.draw(st.integers(0, ndim - 1))
+    factors = [(k, array.shape[dim] // k) for k in range(1, array.shape[dim] + 1) if array.shape[dim] % k == 0]
+    outer, inner = data.draw(st.sampled_from(factors))
+    array = array.split(dim, (outer, inner))
+    expected = expected.reshape(*expected.shape[:dim], outer, inner, *expected.shape[dim + 1 :])
+    swap = data.draw(st.permutations(range(ndim + 1)))
+    array, expected = array.transpose(*swap), expected.transpose(swap)
+    found = np.asarray(array)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshload.reading._Work, "_whole", lambda self, chunk, source: None)
+        plain = np.asarray(array)
+    assert same_bits(found, expected)
+    assert same_bits(plain, expected)
 
 
 def test_a_chunk_that_is_missing_raises_and_is_not_zeros() -> None:
