@@ -5,6 +5,8 @@ A format describes, and moves no payload: it reads headers and indexes and retur
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -121,16 +123,36 @@ class Indexer(Format, Protocol):
 
 
 def adapters(group: str) -> Iterable[Any]:
-    """Return the entry points of a group. They are looked for once: that takes 15 ms where many packages are installed."""
+    """Return the entry points of a group. They are looked for once."""
     found: Iterable[Any] = _entry_points().select(group=group)
     return found
 
 
 @lru_cache(maxsize=1)
 def _entry_points() -> Any:
-    from importlib.metadata import entry_points  # slow to import
+    """Return the entry points of all our groups; of two of a name, the one that comes first on the path.
 
-    return entry_points()
+    `importlib.metadata.entry_points` parses those of all packages, which takes four times as long where a hundred are installed.
+    It finds them in zip files, too.
+    """
+    from importlib.metadata import Distribution, EntryPoints, entry_points  # slow to import
+
+    found: dict[tuple[str, str], Any] = {}
+    for folder in (folder or "." for folder in sys.path):
+        for info in os.listdir(folder) if os.path.isdir(folder) else ():
+            if info.lower().endswith("-info") and _names_ours(path := os.path.join(folder, info)):
+                for point in Distribution.at(path).entry_points:
+                    found.setdefault((point.group, point.name), point)
+    return EntryPoints(found.values()) if found else entry_points()
+
+
+def _names_ours(info: str) -> bool:
+    """Say whether a folder of a package's metadata tells of entry points in our groups."""
+    try:
+        with open(os.path.join(info, "entry_points.txt"), "rb") as file:
+            return b"[meshload." in file.read()
+    except OSError:
+        return False
 
 
 def installed() -> dict[str, Format]:
@@ -160,8 +182,6 @@ def choose(folder: Folder, format: str | Format | None) -> tuple[Format, list[st
 
 def described(config: Any) -> Mapping[str, Any] | None:
     """Return a model's config: from a dict, a `config.json`, or a folder that has one."""
-    import os
-
     from .source import open_folder
 
     if config is None or isinstance(config, Mapping):

@@ -31,8 +31,8 @@ from meshload.testing import (
     write_checkpoint,
     write_safetensors,
 )
-from meshload_adapters._fast_llm import Ranks, Section, layout_of, model_of
 from meshload_adapters._fast_llm_config import huggingface
+from meshload_adapters._fast_llm_layout import Ranks, Section, layout_of, model_of
 from meshload_adapters._yaml import loaded
 from meshload_adapters.formats.fast_llm import FastLLM
 from meshload_adapters.models import fast_llm, hf

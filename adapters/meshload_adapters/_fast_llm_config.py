@@ -10,7 +10,7 @@ from typing import Any
 
 from meshload.errors import LayoutError
 
-from ._fast_llm import Section, blocks_of, has_bias
+from ._fast_llm_layout import Section, blocks_of, has_bias
 
 MOST_DIFFERENT = 1000
 """Blocks of a pattern that are compared."""

@@ -19,7 +19,7 @@ from meshload.source import LocalFolder
 from meshload.writing import lay_out, put
 
 from ._distcp_files import Chunk, NewEntry, lay_out_entries
-from ._megatron import TRACKER
+from ._megatron_find import TRACKER
 from ._megatron_shards import COLUMNS, EMBEDDING, GATED, HEAD, QKV, ROWS, UNKNOWN, Name, taken_apart
 from ._pickle import Global
 from ._pickle_writer import Instance

@@ -19,7 +19,8 @@ from meshload.checkpoint import Problem
 from meshload.errors import FormatError, MeshloadWarning, SourceError, listing
 from meshload.source import Folder
 
-from ._megatron import MODEL_FILES, OLD_OPTIMIZER, RANK_FOLDER, Save, arguments, number
+from ._megatron import arguments, number
+from ._megatron_find import MODEL_FILES, OLD_OPTIMIZER, RANK_FOLDER, Save, is_rank
 from ._megatron_shards import EMBEDDING
 from ._torch_file import NETWORK, Tensor, TorchFile
 
@@ -65,7 +66,7 @@ class Rank:
 
 
 def read_ranks(save: Save) -> list[Rank]:
-    folders = [n.rstrip("/") for n in save.folder.names() if RANK_FOLDER.fullmatch(n)]
+    folders = [n.rstrip("/") for n in save.folder.names() if is_rank(n)]
     folders = folders or [""]
     ranks: list[Rank] = []
     for name in folders:
@@ -89,7 +90,7 @@ def read_ranks(save: Save) -> list[Rank]:
 
 
 def _read_rank(folder: Folder, name: str) -> Rank:
-    match = RANK_FOLDER.fullmatch(f"{name}/")
+    match = re.fullmatch(RANK_FOLDER, f"{name}/")
     rank = Rank(name, tuple(int(n) for n in match.groups() if n) if match else ())
     at = f"{name}/" if name else ""
     listed = folder.names(name)
@@ -250,7 +251,7 @@ def placed(save: Save, ranks: list[Rank]) -> tuple[Mesh, Mapping[str, Any], list
             f"{save.name}: its checkpoint is of tp {mesh.tp}, pp {mesh.pp}, ep {mesh.ep}; {listing(stale)} belong to another, "
             f"and are passed over",
             MeshloadWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     there = sorted((r for r in at.values() if r.file), key=lambda r: (r.p, r.e, r.t))
     return mesh, args, there, _lost(mesh, at)

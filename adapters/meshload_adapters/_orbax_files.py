@@ -12,9 +12,14 @@ import numpy as np
 
 from meshload.array import Array
 from meshload.box import Box, Shape
-from meshload.errors import SourceError
+from meshload.checkpoint import Checkpoint
+from meshload.errors import LayoutError, SourceError
+from meshload.formats import Parts
 from meshload.source import LocalFolder
 from meshload.writing import put
+
+from ._orbax import MOMENTS
+from ._orbax_find import TREE
 
 CHUNK = 64 << 20
 """Bytes: chunks of arrays that no mesh cuts. A reader decodes a chunk whole, and many at a time."""
@@ -23,6 +28,18 @@ DATA_FILE = 2 << 30
 HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 
 DRIVERS = {True: "zarr3", False: "zarr"}
+
+
+def lay_out_tree(folder: LocalFolder, like: Checkpoint, parts: Parts, *, zarr3: bool, compress: bool) -> None:
+    """Write a tree's `_METADATA`, and the metadata of its arrays; moments lie where optax's Adam has them."""
+    laid = {a.name: (a, chunks(a, parts.get(a.name, ()))) for a in like.arrays.values()}
+    fields = {kind: field for field, kind in MOMENTS.items()}
+    for kind, moments in like.optimizer.items():
+        if kind not in fields:
+            raise LayoutError(f"optimizer: Orbax has no place for {kind}; name those of {', '.join(fields)} that are there")
+        laid |= {f"opt_state.0.{fields[kind]}.{n}": (a, chunks(a, parts.get(n, ()))) for n, a in moments.items()}
+    put(folder, TREE, tree_of(laid, zarr3=zarr3))
+    lay_out_arrays(folder, laid, zarr3=zarr3, compress=compress)
 
 
 def chunks(array: Array, parts: Sequence[tuple[int, Box]]) -> Shape:

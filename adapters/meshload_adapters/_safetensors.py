@@ -29,10 +29,8 @@ from meshload.errors import FormatError, MeshloadError, SourceError
 from meshload.pieces import Ints, Pieces, empty, table
 from meshload.source import ByteSource, Folder, read_bytes
 
+from ._hf_find import HEADER_LIMIT
 from ._json import parsed, short, unique
-
-HEADER_LIMIT = 100_000_000
-"""The reference library's own limit, in bytes; an index is bounded by it too."""
 
 HEADERS_AT_ONCE = 8
 

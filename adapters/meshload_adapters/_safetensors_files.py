@@ -11,7 +11,8 @@ import numpy as np
 from meshload.array import Array
 from meshload.errors import LayoutError
 
-from ._safetensors import BYTE, DTYPES, HEADER_LIMIT
+from ._hf_find import HEADER_LIMIT
+from ._safetensors import BYTE, DTYPES
 
 NAMES = {dtype: name for name, (dtype, bits) in DTYPES.items() if bits >= 8 and name != "U8"} | {BYTE: "U8"}
 

@@ -41,8 +41,7 @@ from meshload.pieces import empty, table
 from meshload.source import Bytes, ByteSource, read_bytes
 
 from ._pickle import Global, Known, Record, unpickle, unpickle_at
-
-LEGACY_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
+from ._torch_find import LEGACY_MAGIC, container_of
 
 LEGACY_PROTOCOL = 1001
 
@@ -261,16 +260,6 @@ class _Ends:
                 out[:] = np.frombuffer(held, np.uint8, len(out), start - begin)
                 return
         self.source.read_into(start, out)
-
-
-def container_of(head: bytes) -> str | None:
-    """Say from its first 32 bytes how a file that torch may have saved is packed: `zip`, `legacy`, or None for neither.
-
-    Other things are zips too.
-    """
-    if head.startswith(b"PK\x03\x04"):
-        return "zip"
-    return "legacy" if head.startswith(b"\x80") and LEGACY_MAGIC in head else None
 
 
 def _what_else(source: ByteSource, start: int, stop: int, head: bytes) -> str:

@@ -8,7 +8,6 @@ and each of the optimizer's moments alike.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from meshload.source import ByteSource, Folder, read_bytes
 
 from ._pickle import Record
 from ._torch_file import DTYPES, MAX_NDIM, TOO_LARGE, Tensor, TorchFile
+from ._zero_find import kind_of
 
 FILES_AT_ONCE = 16
 
@@ -37,12 +37,6 @@ class Refused(Exception):
 
 
 # --- the files of a tag -----------------------------------------------------------------------------------------------
-
-_SHARD = re.compile(r"(?:(?:bf16|fp16)_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_?(optim|model)_states\.pt")
-_MODEL = re.compile(r"mp_rank_(\d{1,9})_model_states\.pt")
-_LAYER = re.compile(r"layer_(\d{1,9})(?:-model_(\d{1,9}))?-model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_(\d{1,9})_)?expert_(\d{1,9})_mp_rank_(\d{1,9})_model_states\.pt")
-_OTHER = re.compile(r"expp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +61,7 @@ class TagFiles:
         """Sort the files of a folder; two that mean the same raise."""
         found = TagFiles({}, {}, {}, {}, {}, [])
         for file in names:
-            kind, key = _kind(file)
+            kind, key = kind_of(file)
             if kind == "others":
                 found.others.append(file)  # type: ignore[attr-defined]  # a list until it is returned
             elif kind:
@@ -76,40 +70,6 @@ class TagFiles:
                     raise FormatError(f"{where}: {files[key]} and {file} are the same rank's; one is of another save, remove it")
                 files[key] = file
         return found
-
-
-def _kind(file: str) -> tuple[str, Any]:
-    if match := _SHARD.fullmatch(file):
-        return "optimizers" if match[3] == "optim" else "shards", (int(match[2]), int(match[1]))
-    if match := _MODEL.fullmatch(file):
-        return "models", int(match[1])
-    if match := _LAYER.fullmatch(file):
-        return "layers", (int(match[1]), int(match[2] or 0))
-    if match := _EXPERT.fullmatch(file):
-        return "experts", (int(match[1] or -1), int(match[2]), int(match[3]))
-    return ("others", None) if _OTHER.fullmatch(file) else ("", None)
-
-
-def is_tag(listed: Sequence[str]) -> bool:
-    """Say whether these are the files of a tag, and of no universal checkpoint."""
-    return "zero/" not in listed and any(_kind(file)[0] for file in listed)
-
-
-def has_tag(folder: Folder, tag: str) -> bool:
-    """Say whether a folder holds the folder of a tag."""
-    try:
-        return is_tag(folder.names(tag))
-    except (FormatError, SourceError):
-        return False
-
-
-def tag_named(folder: Folder, file: str) -> str | None:
-    """Return the tag that `latest` or `latest_universal` names; None where there is no such file, or it is empty."""
-    if not folder.has(file):
-        return None
-    source = folder.file(file)
-    tag = read_bytes(source, 0, min(source.size, 1000)).decode(errors="replace").strip()
-    return tag or None
 
 
 def read_files(folder: Folder, files: Iterable[str]) -> dict[str, TorchFile | MeshloadError]:
