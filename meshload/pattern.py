@@ -583,14 +583,12 @@ class Namer:
     """Finds the line and the counted indices of a stored name."""
 
     table: Table
-    _by_shape: dict[str, list[tuple[re.Pattern[str], Line]]] = field(default_factory=dict)
+    _by_shape: dict[str, list[Line]] = field(default_factory=dict)
     _spellings: list[tuple[re.Pattern[str], str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for line in self.table.lines:
-            pieces = _holes(line.name)[0]
-            expression = re.compile(r"(0|[1-9]\d*)".join(map(re.escape, pieces)))
-            self._by_shape.setdefault(_shape("0".join(pieces)), []).append((expression, line))
+            self._by_shape.setdefault(_shape("0".join(_holes(line.name)[0])), []).append(line)
         for other, ours in self.table.spellings:
             self._spellings.append((re.compile(re.escape(other).replace(r"\{\}", r"(\d+)")), ours))
 
@@ -638,12 +636,18 @@ class Namer:
             shapes |= {s.replace(_shape(other), _shape(ours)) for s in shapes}
         heads = [_shape(prefix) for prefix in self.table.prefixes]
         shapes |= {head + s for head in heads for s in shapes} | {s.removeprefix(head) for head in heads for s in shapes}
-        return [line for s in shapes for _, line in self._by_shape.get(s, ())]
+        return [line for s in shapes for line in self._by_shape.get(s, ())]
 
 
-def _match(lines: Iterable[tuple[re.Pattern[str], Line]], name: str) -> Place | None:
-    for expression, line in lines:
-        match = expression.fullmatch(name)
+@lru_cache(maxsize=4096)
+def _expression(name: str) -> re.Pattern[str]:
+    """Return what the names of a line's arrays match; compiled when one is looked for, which few of a table's lines ever are."""
+    return re.compile(r"(0|[1-9]\d*)".join(map(re.escape, _holes(name)[0])))
+
+
+def _match(lines: Iterable[Line], name: str) -> Place | None:
+    for line in lines:
+        match = _expression(line.name).fullmatch(name)
         if match:
             index = tuple(map(int, match.groups()))
             if any(line.first):
