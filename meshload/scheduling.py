@@ -315,7 +315,7 @@ def _holding(sources: Sequence[Source]) -> NDArray[np.bool_]:
 
 
 def compacted(copies: Copies) -> Copies:
-    """Return the same copies with as few and as long dims as both ends allow; extents of 1 stand in front."""
+    """Return the same copies with as few and as long dims as both ends allow; extents of 1 stand in front, as few as can be."""
     if not len(copies) or copies.shape.shape[1] == 0:
         return copies
     one = copies.shape == 1
@@ -336,15 +336,16 @@ def compacted(copies: Copies) -> Copies:
             for columns, fill in ((shape, 1), (strides, 0), (target, 0)):
                 columns[fits, 1:d] = columns[fits, : d - 1]
                 columns[fits, 0] = fill
+    empty = min(int((shape == 1).all(axis=0).sum()), shape.shape[1] - 1)
     return Copies(
         copies.sources,
         copies.source,
         copies.offset,
-        strides,
+        strides[:, empty:],
         copies.target,
         copies.target_offset,
-        target,
-        shape,
+        target[:, empty:],
+        shape[:, empty:],
         copies.itemsize,
     )
 
