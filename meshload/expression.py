@@ -46,9 +46,10 @@ def evaluate(text: str, values: Mapping[str, Any]) -> Any:
         return None
 
 
-def needed(text: str) -> list[str]:
-    """Return the config keys that an expression mentions, for messages."""
-    return sorted({node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name)} - {"sqrt", "len"})
+@lru_cache(maxsize=4096)
+def needed(text: str) -> tuple[str, ...]:
+    """Return the config keys that an expression mentions, sorted."""
+    return tuple(sorted({node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name)} - {"sqrt", "len"}))
 
 
 @lru_cache(maxsize=4096)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from operator import lt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from .errors import LayoutError, listing
 from .expression import evaluate, needed
 from .formats import adapters
 from .layout import size_of_blocks
-from .pattern import Line, Namer, Pattern, Table, find, fuse, parse_table, refined, shown_shape
+from .pattern import Line, Namer, Pattern, Place, Table, by_shape, families_in, find, fuse, parse_table, refined, shown_shape
 from .pieces import Pieces, stacked, union
 from .quantised import Method, parse_method, with_companions
 
@@ -39,13 +39,22 @@ MOST = 1 << 20
 
 
 @lru_cache(maxsize=1)
-def namings() -> dict[str, tuple[Table, ...]]:
-    """Return the installed tables per naming."""
-    found: dict[str, tuple[Table, ...]] = {}
-    for point in adapters("meshload.models"):
+def _texts() -> dict[str, dict[str, str]]:
+    """Return the installed tables, by naming and family; the canonical naming comes first."""
+    found: dict[str, dict[str, str]] = {}
+    for point in sorted(adapters("meshload.models"), key=lambda p: (p.name != CANONICAL, p.name)):
         if point.name not in METHODS:
-            found[point.name] = tuple(parse_table(text) for text in point.load())
+            of = found.setdefault(point.name, {})
+            for text in point.load():
+                for family in families_in(text):
+                    of.setdefault(family, text)
     return found
+
+
+@lru_cache(maxsize=128)
+def tables_of(family: str | None) -> dict[str, Table]:
+    """Return a family's tables by naming, the canonical one first; other families' are not even parsed."""
+    return {naming: parse_table(of[family]) for naming, of in _texts().items() if family in of}
 
 
 def naming_names() -> list[str]:
@@ -63,11 +72,10 @@ def family_of(config: Mapping[str, Any] | None) -> str | None:
     """Return a config's `model_type`, that of its `text_config` where only that one has tables."""
     if config is None:
         return None
-    served = {f for tables in namings().values() for t in tables for f in t.families}
     nested = config.get("text_config")
     types = [config.get("model_type"), nested.get("model_type") if isinstance(nested, Mapping) else None]
     words = [t for t in types if isinstance(t, str)]
-    return next((t for t in words if t in served), types[0] if isinstance(types[0], str) else None)
+    return next((t for t in words if tables_of(t)), types[0] if isinstance(types[0], str) else None)
 
 
 @dataclass(frozen=True)
@@ -118,15 +126,32 @@ class Model:
             return False
         if line.condition is None:
             return True
-        for name in set(needed(line.condition)) & set(self.table.sizes):
-            if isinstance(evaluate(self.table.sizes[name], self.values), str):
-                raise LayoutError(f"config: {self.table.needs(name)} is a word, a whole number was expected")
-        return bool(evaluate(line.condition, {**self.values, **dict(zip(line.counted, index, strict=True))}))
+        names = needed(line.condition)
+        where = tuple([(d, i) for d, i in zip(line.counted, index, strict=True) if d in names])
+        found = self._held.get((line.condition, where))
+        if found is None:
+            for name in set(names) & set(self.table.sizes):
+                if isinstance(evaluate(self.table.sizes[name], self.values), str):
+                    raise LayoutError(f"config: {self.table.needs(name)} is a word, a whole number was expected")
+            found = self._held[line.condition, where] = bool(evaluate(line.condition, {**self.values, **dict(where)}))
+        return found
+
+    @cached_property
+    def _held(self) -> dict[tuple[str, tuple[tuple[str, int], ...]], bool]:
+        """What conditions have given, by the counted dims that they name: they are asked for each of many experts."""
+        return {}
 
     def has(self, line: Line, index: Sequence[int]) -> bool:
         """Say whether these counted dims are inside the model, and it has the line's array there."""
-        inside = all(i < self.size(line.parts[0], d) for d, i in zip(line.counted, index, strict=True))
-        return inside and self.holds(line, index)
+        extents = self._extents.get(line.name)
+        if extents is None:
+            extents = self._extents[line.name] = tuple(self.size(line.parts[0], d) for d in line.counted)
+        return all(map(lt, index, extents)) and self.holds(line, index)
+
+    @cached_property
+    def _extents(self) -> dict[str, Shape]:
+        """The sizes of a line's counted dims, by its name."""
+        return {}
 
     def indices(self, line: Line, over: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
         """Return the counted dims' indices at which the model has a line's array, out of those given per dim."""
@@ -178,22 +203,19 @@ def model_of(naming: str, config: Mapping[str, Any] | None, *, names: Iterable[s
     of an adapter, its arrays are the model's: those that it says, and those that stand among `names`.
     """
     family = family_of(config)
-    if config is None or family is None or naming not in namings():
+    tables = tables_of(family)
+    if config is None or naming not in tables:
         return None
-    table = next((t for t in namings()[naming] if family in t.families), None)
-    if table is None:
-        return None
+    table = tables[naming]
     joints: dict[str, tuple[str, ...]] = {}
     sizes: dict[str, str] = {}
-    for tables in namings().values():
-        for other in tables:
-            if family in other.families:
-                joints.update(other.joints)
-                sizes.update(other.sizes)
+    for other in tables.values():
+        joints.update(other.joints)
+        sizes.update(other.sizes)
     flat = flattened(config)
     table = replace(table, sizes={**sizes, **table.sizes, "one": "1"})
     table = table.numbered(table.sizes_at(flat))
-    model = Model(naming, family, table, flat, joints)
+    model = Model(naming, str(family), table, flat, joints)
     if ADAPTER in flat:
         return _adapted(model, list(names))
     model = _decided(model, names)
@@ -215,8 +237,7 @@ def _decided(model: Model, names: Iterable[str]) -> Model:
         if line.condition is None or set(needed(line.condition)) & set(line.counted) or evaluate(line.condition, model.values)
     ]
     table = replace(model.table, lines=tuple(lines))
-    namer = Namer(table)
-    followed = {found[0] for found in (_located(namer, table, name) for name in names) if found is not None}
+    followed = Namer(table).followed(by_shape(names))
     shown_parts = {part for line in followed for part in line.parts}
     kept = [line for line in lines if line in followed or not (line.older or set(line.parts) <= shown_parts)]
     return replace(model, table=replace(table, lines=tuple(kept)))
@@ -274,8 +295,10 @@ class Stored:
 
     _seen: dict[tuple[tuple[str, ...], tuple[str, ...]], dict[tuple[int, ...], set[Kind]]] = field(default_factory=dict)
 
-    def kind(self, counted: Sequence[str], index: Sequence[int]) -> Kind | None:
+    def kind(self, counted: tuple[str, ...], index: tuple[int, ...]) -> Kind | None:
         """Return the dtype, its stored name and the step of what is stored at an index; None where nothing is."""
+        if len(self.at) == 1 and counted in self.at:
+            return self.at[counted].get(index)
         found = self._found(counted, index)
         if len(found) > 1:
             where = dict(zip(counted, index, strict=True))
@@ -314,8 +337,6 @@ class Inventory:
 
     parts: Mapping[str, Stored]
     unexpected: tuple[str, ...]
-    names: Mapping[str, str]
-    """Table name -> the name in the checkpoint."""
 
 
 def take_apart(model: Model, arrays: Mapping[str, Array]) -> Inventory:
@@ -325,37 +346,34 @@ def take_apart(model: Model, arrays: Mapping[str, Array]) -> Inventory:
     """
     ask(model)
     parts: dict[str, Stored] = {}
-    names: dict[str, str] = {}
-    left = _take(model, arrays, parts, names)
-    for naming in sorted(namings()) if left and parts else ():
+    left = _take(model, arrays, parts)
+    for naming in sorted(tables_of(model.family)) if left and parts else ():
         other = model_of(naming, model.config) if naming != model.naming else None
         if left and other is not None and all(other.sizes.get(size) is not None for size, _ in other.table.asks):
-            left = _take(other, {name: arrays[name] for name in left}, parts, names)
+            left = _take(other, {name: arrays[name] for name in left}, parts)
     ignored = model.table.ignored
     unexpected = tuple(name for name in left if not any(fnmatch.fnmatchcase(name, glob) for glob in ignored))
-    return Inventory(parts, unexpected, names)
+    return Inventory(parts, unexpected)
 
 
-def _take(model: Model, arrays: Mapping[str, Array], parts: dict[str, Stored], names: dict[str, str]) -> list[str]:
+def _take(model: Model, arrays: Mapping[str, Array], parts: dict[str, Stored]) -> list[str]:
     """Add the parts that a naming finds to those that others found, and return the names that it does not know."""
-    namer = Namer(model.table)
-    by_line: dict[int, list[tuple[tuple[int, ...], Array]]] = {}
-    lines: dict[int, Line] = {}
+    there = bool(parts)
+    places = located(model, arrays)
+    taken: dict[tuple[int, tuple[int, ...]], str] = {}
+    by_line: dict[int, tuple[Line, list[tuple[tuple[int, ...], Array]]]] = {}
     left: list[str] = []
     for name, array in arrays.items():
-        found = _located(namer, model.table, name)
-        if found is None or not model.has(*found) or _is_there(parts, *found):
+        found = places.get(name)
+        if found is None or not model.has(*found) or (there and _is_there(parts, *found)):
             left.append(name)
             continue
         line, index = found
-        canonical = rename(line, index)
-        if canonical in names:
-            raise LayoutError(f"{name} and {names[canonical]} are the same array of the model: {canonical}")
-        names[canonical] = name
-        lines[id(line)] = line
-        by_line.setdefault(id(line), []).append((index, array))
-    for key, entries in by_line.items():
-        _add(model, lines[key], entries, parts)
+        if taken.setdefault((id(line), index), name) != name:
+            raise LayoutError(f"{name} and {taken[id(line), index]} are the same array of the model: {rename(line, index)}")
+        by_line.setdefault(id(line), (line, []))[1].append((index, array))
+    for line, entries in by_line.values():
+        _add(model, line, entries, parts)
     return left
 
 
@@ -369,19 +387,6 @@ def ask(model: Model) -> None:
     for size, question in model.table.asks:
         if model.sizes.get(size) is None:
             raise LayoutError(f"{model.family} ({model.naming}): {question}")
-
-
-def _located(namer: Namer, table: Table, name: str) -> tuple[Line, tuple[int, ...]] | None:
-    for other, ours in table.spellings:
-        numbered = re.escape(other).replace(r"\{\}", r"(\d+)")
-        name = re.sub(numbered, lambda m, ours=ours: ours.format(*m.groups()), name)  # type: ignore[misc]  # a str
-    found = namer.find(name)
-    for prefix in table.prefixes:
-        if found is None:
-            found = namer.find(prefix + name)
-        if found is None and name.startswith(prefix):
-            found = namer.find(name.removeprefix(prefix))
-    return found
 
 
 def _add(model: Model, line: Line, entries: Sequence[tuple[tuple[int, ...], Array]], parts: dict[str, Stored]) -> None:
@@ -507,6 +512,8 @@ def unwrapped(names: Iterable[str]) -> dict[str, str]:
     `WRAPPERS` are dropped wherever they stand; a leading `module` where every name has it.
     """
     stored = list(names)
+    if not any(w in name for w in WRAPPERS for name in stored) and not all(name.startswith("module.") for name in stored):
+        return {name: name for name in stored}
     bare = [[s for s in name.split(".") if s not in WRAPPERS] or [name] for name in stored]
     while bare and all(len(segments) > 1 and segments[0] == "module" for segments in bare):
         bare = [segments[1:] for segments in bare]
@@ -536,31 +543,22 @@ def chosen(names: Iterable[str], include: Sequence[str] | str | None, exclude: S
 def naming_of(names: Iterable[str], config: Mapping[str, Any] | None) -> str | None:
     """Return the naming whose table knows the most of these names, or None where none knows any; canonical before others."""
     family = family_of(config)
-    stored = list(names)
     flat = flattened(config or {})
     if ADAPTER in flat:
-        stored = weights_of(stored, ways_of(flat[ADAPTER], methods("adapted")))
+        names = weights_of(list(names), ways_of(flat[ADAPTER], methods("adapted")))
+    shapes = by_shape(names)
     best, count = None, 0
-    for naming in sorted(namings(), key=lambda n: (n != CANONICAL, n)):
-        for table in namings()[naming]:
-            if family in table.families:
-                table = table.numbered(table.sizes_at(flat))
-                namer = Namer(table)
-                known = sum(_located(namer, table, name) is not None for name in stored)
-                if known > count:
-                    best, count = naming, known
+    for naming, table in tables_of(family).items():
+        table = table.numbered(table.sizes_at(flat))
+        known = sum(1 for _ in Namer(table).locate(shapes))
+        if known > count:
+            best, count = naming, known
     return best
 
 
-def located(model: Model, names: Iterable[str]) -> dict[str, tuple[Line, tuple[int, ...]]]:
+def located(model: Model, names: Iterable[str]) -> dict[str, Place]:
     """Return the line and the counted dims of each name that a model's table knows."""
-    namer = Namer(model.table)
-    found = {}
-    for name in names:
-        line = _located(namer, model.table, name)
-        if line is not None:
-            found[name] = line
-    return found
+    return dict(Namer(model.table).locate(by_shape(names)))
 
 
 def tied(model: Model, inventory: Inventory) -> Inventory:
@@ -580,8 +578,9 @@ def tied(model: Model, inventory: Inventory) -> Inventory:
 def contradiction(told: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     """Return where two configs differ in what tables read of them."""
     keys = {"model_type"}
-    for tables in namings().values():
-        for table in tables:
+    families = {family_of(told), family_of(given)} - {None} or {f for of in _texts().values() for f in of}
+    for family in families:
+        for table in tables_of(family).values():
             for text in (*table.sizes.values(), *(line.condition for line in table.lines if line.condition)):
                 keys |= set(needed(text))
     one, other = flattened(told), flattened(given)

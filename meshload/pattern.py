@@ -377,6 +377,8 @@ def _lay_term(node: Sum, part: str, pieces: Pieces, dim: int, size: SizeOf) -> P
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
+_DIGITS = re.compile(r"\d+")
+_FAMILIES = re.compile(r"^\s*families\s+([^#\n]*)", re.MULTILINE)
 _COUNTED = re.compile(r"\{(\w+)(?:\+(\d+))?\}")
 """What stands in a name for a number that counts a dim, from 0 or from another number."""
 
@@ -405,21 +407,30 @@ class Line:
     @property
     def counted(self) -> tuple[str, ...]:
         """The dims that the name counts, in order."""
-        return tuple(hole[1] for hole in _COUNTED.finditer(self.name))
+        return _holes(self.name)[1]
 
     @property
     def first(self) -> tuple[int, ...]:
         """The numbers from which the name counts them."""
-        return tuple(int(hole[2] or 0) for hole in _COUNTED.finditer(self.name))
+        return _holes(self.name)[2]
 
     def named(self, index: Sequence[int]) -> str:
         """Return the name at these counted dims."""
-        numbers = iter(index)
-        return _COUNTED.sub(lambda hole: str(next(numbers) + int(hole[2] or 0)), self.name)
+        (found, *pieces), _, first = _holes(self.name)
+        for i, n, piece in zip(index, first, pieces, strict=True):
+            found += f"{i + n}{piece}"
+        return found
 
     def dims_of(self, part: str) -> tuple[str, ...]:
         """Return the dims of a part: those of the name, then those of the pattern."""
         return (*self.counted, *self.pattern.dims_of(part))
+
+
+@lru_cache(maxsize=4096)
+def _holes(name: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[int, ...]]:
+    """Return what stands around the counted dims of a line's name, the dims, and the numbers from which they count."""
+    holes = list(_COUNTED.finditer(name))
+    return tuple(_COUNTED.sub("\n", name).split("\n")), tuple(h[1] for h in holes), tuple(int(h[2] or 0) for h in holes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,6 +484,11 @@ class Table:
     def needs(self, dim: str) -> str:
         """Say what the config must have for a dim to get its size."""
         return f"{dim} ({self.sizes[dim]})" if dim in self.sizes else dim
+
+
+def families_in(text: str) -> list[str]:
+    """Return the families that a table serves."""
+    return [family for line in _FAMILIES.findall(text) for family in line.split()]
 
 
 def parse_table(text: str) -> Table:
@@ -550,25 +566,96 @@ def _parse_line(line: str, where: str) -> Line:
     return Line(named or (part,), name, pattern, where, condition.strip() or None, optional, older)
 
 
+Place = tuple[Line, tuple[int, ...]]
+"""A line, and the counted dims at which it has an array."""
+
+
+def by_shape(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names that differ only in their numbers, as most of a model's do."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_DIGITS.sub("#", name), []).append(name)
+    return found
+
+
 @dataclass(frozen=True)
 class Namer:
     """Finds the line and the counted indices of a stored name."""
 
     table: Table
-    _by_shape: dict[str, list[tuple[str, Line]]] = field(default_factory=dict)
+    _by_shape: dict[str, list[Line]] = field(default_factory=dict)
+    _spellings: list[tuple[re.Pattern[str], str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for line in self.table.lines:
-            literal = _COUNTED.sub("0", line.name)
-            pieces = _COUNTED.sub("\n", line.name).split("\n")
-            expression = r"(0|[1-9]\d*)".join(map(re.escape, pieces))
-            self._by_shape.setdefault(re.sub(r"\d+", "#", literal), []).append((expression, line))
+            self._by_shape.setdefault(_shape("0".join(_holes(line.name)[0])), []).append(line)
+        for other, ours in self.table.spellings:
+            self._spellings.append((re.compile(re.escape(other).replace(r"\{\}", r"(\d+)")), ours))
 
-    def find(self, name: str) -> tuple[Line, tuple[int, ...]] | None:
+    def find(self, name: str) -> Place | None:
         """Return the line that a name belongs to, with the layer, the expert ... that it counts."""
-        for expression, line in self._by_shape.get(re.sub(r"\d+", "#", name), ()):
-            match = re.fullmatch(expression, name)
-            index = tuple(int(n) - first for n, first in zip(match.groups(), line.first, strict=True)) if match else (-1,)
-            if all(i >= 0 for i in index) and (line.only is None or index in line.only):
+        return _match(self._by_shape.get(_shape(name), ()), name)
+
+    def locate(self, shapes: Mapping[str, Iterable[str]]) -> Iterator[tuple[str, Place]]:
+        """Find names, grouped by shape, in any of their spellings, with or without a prefix; pass over those of no line."""
+        for shape, alike in shapes.items():
+            if self._lines_for(shape):
+                lines = self._by_shape.get(shape, ())
+                for name in alike:
+                    place = _match(lines, name) or self._respelled(name)
+                    if place is not None:
+                        yield name, place
+
+    def followed(self, shapes: Mapping[str, Iterable[str]]) -> list[Line]:
+        """Return the lines that any of these names, grouped by shape, belongs to."""
+        found: dict[int, Line] = {}
+        for shape, alike in shapes.items():
+            left = {id(line) for line in self._lines_for(shape)}
+            for _, (line, _) in self.locate({shape: alike}):
+                found[id(line)] = line
+                left.discard(id(line))
+                if not left:
+                    break
+        return list(found.values())
+
+    def _respelled(self, name: str) -> Place | None:
+        for other, ours in self._spellings:
+            name = other.sub(lambda m, ours=ours: ours.format(*m.groups()), name)  # type: ignore[misc]  # a str
+        found = self.find(name)
+        for prefix in self.table.prefixes:
+            if found is None:
+                found = self.find(prefix + name)
+            if found is None and name.startswith(prefix):
+                found = self.find(name.removeprefix(prefix))
+        return found
+
+    def _lines_for(self, shape: str) -> list[Line]:
+        """Return the lines that names of a shape may belong to."""
+        shapes = {shape}
+        for other, ours in self.table.spellings:
+            shapes |= {s.replace(_shape(other), _shape(ours)) for s in shapes}
+        heads = [_shape(prefix) for prefix in self.table.prefixes]
+        shapes |= {head + s for head in heads for s in shapes} | {s.removeprefix(head) for head in heads for s in shapes}
+        return [line for s in shapes for line in self._by_shape.get(s, ())]
+
+
+@lru_cache(maxsize=4096)
+def _expression(name: str) -> re.Pattern[str]:
+    """Return what the names of a line's arrays match; compiled when one is looked for, which few of a table's lines ever are."""
+    return re.compile(r"(0|[1-9]\d*)".join(map(re.escape, _holes(name)[0])))
+
+
+def _match(lines: Iterable[Line], name: str) -> Place | None:
+    for line in lines:
+        match = _expression(line.name).fullmatch(name)
+        if match:
+            index = tuple(map(int, match.groups()))
+            if any(line.first):
+                index = tuple(n - first for n, first in zip(index, line.first, strict=True))
+            if min(index, default=0) >= 0 and (line.only is None or index in line.only):
                 return line, index
-        return None
+    return None
+
+
+def _shape(name: str) -> str:
+    return _DIGITS.sub("#", name.replace("{}", "0"))

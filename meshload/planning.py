@@ -382,19 +382,19 @@ def meetings(a: Pieces, b: Pieces) -> tuple[Ints, Ints]:
         return none, none
     if a.ndim == 0:
         return np.repeat(np.arange(len(a)), len(b)), np.tile(np.arange(len(b)), len(a))
-    best: tuple[int, int, Ints, Ints, Ints] | None = None
-    for d in range(a.ndim):
-        order = np.argsort(b.start[:, d], kind="stable")
-        starts = b.start[order, d]
-        low = np.searchsorted(starts, a.start[:, d] - int(b.shape[:, d].max()), side="right")
-        high = np.searchsorted(starts, a.start[:, d] + a.shape[:, d], side="left")
+    best: tuple[int, Ints, Ints, Ints] | None = None
+    for a_start, a_shape, b_start, b_shape in _sides(a, b):
+        order = np.argsort(b_start, kind="stable")
+        starts = b_start[order]
+        low = np.searchsorted(starts, a_start - int(b_shape.max()), side="right")
+        high = np.searchsorted(starts, a_start + a_shape, side="left")
         count = int((high - low).sum())
         if best is None or count < best[0]:
-            best = (count, d, order, low, high - low)
+            best = (count, order, low, high - low)
         if count <= len(a):
             break
     assert best is not None
-    _, _, order, low, counts = best
+    _, order, low, counts = best
     rows = np.repeat(np.arange(len(a)), counts)
     step = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     columns = order[np.repeat(low, counts) + step]
@@ -403,6 +403,25 @@ def meetings(a: Pieces, b: Pieces) -> tuple[Ints, Ints]:
         a_start, b_start = a.start[rows, d], b.start[columns, d]
         keep &= (a_start < b_start + b.shape[columns, d]) & (b_start < a_start + a.shape[rows, d])
     return rows[keep], columns[keep]
+
+
+def _sides(a: Pieces, b: Pieces) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
+    """Go through what two tables can be sorted by: start and extent of both, first of all dims together in which both have single
+    indices, such as layer and expert, then of each dim.
+    """
+    single = [d for d in range(a.ndim) if (a.shape[:, d] == 1).all() and (b.shape[:, d] == 1).all()]
+    if len(single) > 1:
+        last = np.maximum(a.start.max(axis=0), b.start.max(axis=0))[single] + 1
+        if np.prod(last.astype(float)) < 2**62:
+            places = np.cumprod(np.append(last[1:], 1)[::-1])[::-1]
+            yield (
+                (a.start[:, single] * places).sum(axis=1),
+                np.ones(len(a), np.int64),
+                (b.start[:, single] * places).sum(axis=1),
+                np.ones(len(b), np.int64),
+            )
+    for d in range(a.ndim):
+        yield a.start[:, d], a.shape[:, d], b.start[:, d], b.shape[:, d]
 
 
 def copy_numbers(stored: Pieces) -> Ints:
@@ -436,7 +455,9 @@ def _check_filled(job: Job, targets: Sequence[Target], filled: Ints, stored: Pie
             )
         more = f" and {len(ids) - 10} more arrays" if len(ids) > 10 else ""
         raise MissingPieces("; ".join(lines) + more)
-    rows = np.unique(met)
+    used_rows = np.zeros(len(stored), bool)
+    used_rows[met] = True
+    rows = np.flatnonzero(used_rows)
     used = stored if len(rows) == len(stored) else stored.take(rows)
     first, second = meetings(used, used)
     twice = first < second

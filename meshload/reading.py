@@ -5,6 +5,7 @@ This is the only place that owns threads and staging memory on the way in.
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .array import Array
+from .box import row_major
 from .errors import CopiesDiffer, LimitError
+from .kernel import touch
 from .planning import MAX_BYTES, Plan, Target, check_limit, plan_array
 from .scheduling import Batch, Chunk, Cut, Decoded, Schedule, Staged, boxes_of_cut
-from .source import Bytes, ByteSource, ChunkedSource, LocalFile, RunSource, plain_runs
+from .source import Bytes, ByteSource, ChunkedSource, DecodingSource, LocalFile, RunSource, plain_runs
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read."""
@@ -153,7 +156,9 @@ class _Work:
         runs = self.schedule.straight[batch.ranges[0, 3] : batch.ranges[-1, 4]]
         if len(runs) == 1:
             _, start, length, target, to = runs[0].tolist()
-            source.read_into(start, self.buffers[target][to : to + length])
+            memory = self.buffers[target][to : to + length]
+            touch(memory)
+            source.read_into(start, memory)
         elif hasattr(source, "read_runs") and (runs[1:, 1] >= runs[:-1, 1] + runs[:-1, 2]).all():
             cast(RunSource, source).read_runs(batch.ranges, runs, self.buffers)
         else:
@@ -178,10 +183,36 @@ class _Work:
         return found[:nbytes]
 
     def _chunks(self, batch: Decoded) -> int:
-        source = cast(ChunkedSource, self.sources[batch.source])
-        for chunk, values in zip(batch.chunks, source.read_chunks([c.k for c in batch.chunks]), strict=True):
+        source = self.sources[batch.source]
+        outs: dict[int, NDArray[Any]] = {}
+        if hasattr(source, "decode_into"):
+            whole = {c.k: self._whole(c, cast(DecodingSource, source)) for c in batch.chunks}
+            outs = {k: out for k, out in whole.items() if out is not None}
+            cast(DecodingSource, source).decode_into(outs)
+        rest = [c for c in batch.chunks if c.k not in outs]
+        found = cast(ChunkedSource, source).read_chunks([c.k for c in rest]) if rest else []
+        for chunk, values in zip(rest, found, strict=True):
             self._cut_chunk(chunk, values.reshape(-1).view(np.uint8), chunk.k * source.unit)
         return sum(c.nbytes for c in batch.chunks)
+
+    def _whole(self, chunk: Chunk, source: DecodingSource) -> NDArray[Any] | None:
+        """Return where a chunk goes, in its clipped shape; None where it is wanted in part, or in several places."""
+        copies, dtype = self.schedule.copies, source.dtype
+        copy = int(chunk.copies[0])
+        shape = tuple(s.stop - s.start for s in source.slices(chunk.k))
+        wanted, strides, target = (c[copy].tolist() for c in (copies.shape, copies.strides, copies.target_strides))
+        if len(chunk.copies) > 1 or copies.itemsize[copy] != dtype.itemsize or math.prod(wanted) != math.prod(shape):
+            return None
+        there = []
+        for n, stride in zip(shape, row_major(shape, dtype.itemsize), strict=True):
+            # a dim of the copy may be several of the chunk's, as long as none of these is several of the copy's
+            dims = zip(wanted, strides, target, strict=True)
+            fits = [t * (stride // s) for w, s, t in dims if 0 < s <= stride and (n - 1) * stride < w * s]
+            if n > 1 and not fits:
+                return None
+            there.append(fits[0] if n > 1 else 0)
+        memory = self.buffers[int(copies.target[copy])]
+        return np.ndarray(shape, dtype, memory, int(copies.target_offset[copy]), tuple(there))
 
     def _cut_chunk(self, chunk: Chunk, memory: Bytes, start: int) -> None:
         copies, inner = self.schedule.copies, self.schedule.inner

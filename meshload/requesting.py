@@ -62,7 +62,9 @@ def view_of(checkpoint: Checkpoint, names: str | None, wishes: Mapping[str, Wish
         return View(shown_names, model, model, tied(model, take_apart(model, all_names(shown_names, model))))
     source = model_in(checkpoint)
     naming = names or (naming_of(wishes, checkpoint.config) if wishes else None) or CANONICAL
-    target = model_of(naming, checkpoint.config, names=checkpoint.arrays) if source else None
+    target = source
+    if source is not None and source.naming != naming:
+        target = model_of(naming, checkpoint.config, names=checkpoint.arrays)
     if source is None or target is None:
         if names is not None:
             raise LayoutError(no_table(checkpoint, names))
@@ -226,7 +228,7 @@ class Collector:
             layout if isinstance(layout, Layout) else Layout.default(),
             self.mesh,
             self.ranks,
-            self._keep,
+            None if self.wishes is None and self.include is None and self.exclude is None else self._keep,
             prefix=prefix,
             step_of=step_of,
         )
@@ -411,7 +413,7 @@ def missing_arrays(checkpoint: Checkpoint) -> list[str]:
     if view.target is None or view.inventory is None:
         return []
     wanted = Wanted()
-    want_lines(wanted, view.target, view.inventory, Layout({}), Mesh((), ()), [0], lambda name: True)
+    want_lines(wanted, view.target, view.inventory, Layout({}), Mesh((), ()), [0], None)
     return list(wanted.missing)
 
 

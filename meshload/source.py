@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from .box import Shape
 from .errors import FormatError, SourceError
+from .kernel import address_of, preadv2, read_cached, touch
 from .pieces import Ints, Pieces, table
 
 Bytes = NDArray[np.uint8]
@@ -79,6 +80,20 @@ class ChunkedSource(Source, Protocol):
 
     def read_chunks(self, ks: Sequence[int]) -> list[NDArray[Any]]:
         """Return chunks, decoded, in their clipped shapes, row-major; all are asked for at once."""
+
+
+class DecodingSource(ChunkedSource, Protocol):
+    """A source whose chunks can be decoded where they are wanted, without memory in between."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of its elements."""
+
+    def slices(self, k: int) -> tuple[slice, ...]:
+        """Return chunk `k`'s clipped box as an index."""
+
+    def decode_into(self, outs: Mapping[int, NDArray[Any]]) -> None:
+        """Decode chunks right into arrays of their clipped shapes; all are asked for at once."""
 
 
 class Folder(Protocol):
@@ -258,58 +273,49 @@ class LocalFile:
             view, at = view[n:], at + n
 
     def read_runs(self, ranges: Ints, runs: Ints, buffers: Mapping[int, Bytes]) -> None:
-        if _preadv2:
-            self._scattered(ranges, runs, buffers)
-        else:
+        addresses = _addresses(self.name, runs, buffers)
+        if preadv2 is None:
             plain_runs(self, ranges, runs, buffers)
+            return
+        begins = np.zeros(len(runs), bool)
+        begins[ranges[:, 3] - ranges[0, 3]] = True
+        left = ~read_cached(_descriptor(self).number, runs[:, 1], runs[:, 2], addresses)
+        if left.any():
+            self._scattered(begins[left], runs[left], addresses[left])
 
-    def _scattered(self, ranges: Ints, runs: Ints, buffers: Mapping[int, Bytes]) -> None:
+    def _scattered(self, begins: NDArray[np.bool_], runs: Ints, addresses: Ints) -> None:
         """Let the kernel scatter the bytes of many runs at once, and what lies between them into a scratch that stays in cache.
 
-        Bytes between ranges are copied along where they are in memory already; they are never read from the disk.
+        Bytes between ranges, of which each begins with a run, are copied along where they are in memory already; they are never
+        read from the disk.
         """
-        first = int(ranges[0, 3])
         skips = runs[1:, 1] - runs[:-1, 1] - runs[:-1, 2]
         bounds = [0, *(np.flatnonzero(skips > SKIP) + 1).tolist(), len(runs)]
-        begins = np.zeros(len(runs), bool)
-        begins[ranges[:, 3] - first] = True
         for a, b in pairwise(bounds):
             for low in range(a, b, RUNS):
                 high = min(low + RUNS, b)
-                self._part(runs[low:high], np.append(np.flatnonzero(begins[low + 1 : high]) + 1, high - low).tolist(), buffers)
+                range_ends = np.append(np.flatnonzero(begins[low + 1 : high]) + 1, high - low).tolist()
+                self._part(runs[low:high], range_ends, addresses[low:high])
 
-    def _part(self, runs: Ints, ends: list[int], buffers: Mapping[int, Bytes]) -> None:
+    def _part(self, runs: Ints, ends: list[int], addresses: Ints) -> None:
         """Read runs whose ranges end at `ends`: those in memory at once, others range by range.
 
         What the disk reads ahead of a range is then in memory; where it is not, ever more ranges are read before that is tried.
         """
         done, exact = 0, 1
         while done < len(runs):
-            found = self._scatter(runs[done:], buffers, cached=True) if len(ends) > 1 else 0
+            found = self._scatter(runs[done:], addresses[done:], cached=True) if len(ends) > 1 else 0
             done, exact = done + found, 1 if found else 2 * exact
             next_end = bisect_right(ends, done)
             for end in ends[next_end : next_end + exact]:
-                if end == done + 1:
-                    _, start, length, target, to = runs[done].tolist()
-                    self.read_into(start, buffers[target][to : to + length])
-                else:
-                    self._scatter(runs[done:end], buffers, cached=False)
+                self._scatter(runs[done:end], addresses[done:end], cached=False)
                 done = end
 
-    def _scatter(self, runs: Ints, buffers: Mapping[int, Bytes], *, cached: bool) -> int:
-        """Fill buffers with runs, and return how many are filled: all, or those that are in memory where only these are asked."""
-        _, start, length, target, to = runs.T
-        address: int | Ints
-        room: int | Ints
-        if (target == target[0]).all():
-            address, room = _memory_of(buffers[int(target[0])])
-        else:
-            numbers, which = np.unique(target, return_inverse=True)
-            address, room = np.asarray([_memory_of(buffers[t]) for t in numbers.tolist()], np.int64)[which].T
-        if (to < 0).any() or (length < 0).any() or (to + length > room).any():
-            raise ValueError(f"{self.name}: runs leave their buffers")
+    def _scatter(self, runs: Ints, addresses: Ints, *, cached: bool) -> int:
+        """Fill memory with runs, and return how many are filled: all, or those that are in memory where only these are asked."""
+        _, start, length, _, _ = runs.T
         parts = np.empty((2 * len(runs) - 1, 2), np.int64)  # address and length: a run, what follows it, the next run ...
-        parts[::2, 0] = address + to
+        parts[::2, 0] = addresses
         parts[::2, 1] = length
         skips = parts[1::2, 1]
         np.subtract(start[1:], start[:-1] + length[:-1], out=skips)
@@ -323,7 +329,7 @@ class LocalFile:
             begun = done - (int(ends[part - 1]) if part else 0)
             rest = parts[part:].copy() if begun else parts[part:]
             rest[0] += (begun, -begun) if begun else (0, 0)
-            n = _preadv2(descriptor.number, rest.ctypes.data, len(rest), first + done, os.RWF_NOWAIT if cached else 0)
+            n = preadv2(descriptor.number, rest.ctypes.data, len(rest), first + done, os.RWF_NOWAIT if cached else 0)
             if n > 0:
                 done += n
                 continue
@@ -350,24 +356,19 @@ RUNS = 512
 """With what lies between them, as many as the kernel takes at once."""
 
 
-def _memory_of(buffer: Bytes) -> tuple[int, int]:
-    """Return the address and the size of a buffer that the kernel is to write to."""
-    if not (buffer.flags.c_contiguous and buffer.flags.writeable and buffer.itemsize == 1):
-        raise ValueError("contiguous writeable bytes were expected")
-    return buffer.ctypes.data, buffer.nbytes
-
-
-def _loaded_preadv2() -> Any:
-    """Return the C library's preadv2, where it has one and addresses are what `read_runs` takes them for."""
-    found = getattr(ctypes.CDLL(None, use_errno=True), "preadv2", None) if hasattr(os, "RWF_NOWAIT") else None
-    if found is None or ctypes.sizeof(ctypes.c_void_p) != 8:
-        return None
-    found.restype = ctypes.c_ssize_t
-    found.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int)
+def _addresses(name: str, runs: Ints, buffers: Mapping[int, Bytes]) -> Ints:
+    """Return where in memory each run goes, after a check that it stays in its buffer, whose memory is touched."""
+    _, _, length, target, to = runs.T
+    found: Ints = to.copy()
+    for t in set(target.tolist()):
+        own = target == t
+        address, room = address_of(buffers[t])
+        low, high = int(to[own].min()), int((to[own] + length[own]).max())
+        if low < 0 or high > room or (length < 0).any():
+            raise ValueError(f"{name}: runs leave their buffers")
+        found[own] += address
+        touch(buffers[t][low:high])
     return found
-
-
-_preadv2 = _loaded_preadv2()
 
 
 @lru_cache(maxsize=64)
@@ -626,17 +627,30 @@ class ChunkedArray:
         at = np.unravel_index(k, self.grid) if self.grid else ()
         return tuple(slice(int(i) * c, min((int(i) + 1) * c, n)) for i, c, n in zip(at, self.chunk, self.shape, strict=True))
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        found: np.dtype[Any] = self.store.dtype.numpy_dtype
+        return found
+
     def read_chunks(self, ks: Sequence[int]) -> list[NDArray[Any]]:
         asked = [self.store[self.slices(k)].read(order="C") for k in ks]
-        found = []
-        for k, future in zip(ks, asked, strict=True):
-            try:
-                found.append(np.asarray(future.result(), order="C"))
-            except (ValueError, OSError) as error:
-                at = np.unravel_index(k, self.grid) if self.grid else ()
-                name = ".".join(str(int(i)) for i in at) or "0"
-                raise SourceError(f"{self.name}: chunk {name} cannot be read: {error}") from error
-        return found
+        return [np.asarray(self._result(k, future), order="C") for k, future in zip(ks, asked, strict=True)]
+
+    def decode_into(self, outs: Mapping[int, NDArray[Any]]) -> None:
+        """Decode chunks right into arrays of their clipped shapes; all are asked for at once."""
+        import tensorstore
+
+        asked = [tensorstore.array(out, copy=False, write=True).write(self.store[self.slices(k)]) for k, out in outs.items()]
+        for k, future in zip(outs, asked, strict=True):
+            self._result(k, future)
+
+    def _result(self, k: int, future: Any) -> Any:
+        try:
+            return future.result()
+        except (ValueError, OSError) as error:
+            at = np.unravel_index(k, self.grid) if self.grid else ()
+            name = ".".join(str(int(i)) for i in at) or "0"
+            raise SourceError(f"{self.name}: chunk {name} cannot be read: {error}") from error
 
     def pieces(self) -> Pieces:
         """Return one row per chunk."""

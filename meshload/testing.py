@@ -86,6 +86,26 @@ class Counted:
 
         return read
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        found: np.dtype[Any] = self.source.dtype
+        return found
+
+    def slices(self, k: int) -> tuple[slice, ...]:
+        found: tuple[slice, ...] = self.source.slices(k)
+        return found
+
+    @property
+    def decode_into(self) -> Any:
+        """As the source has it, which may lack it."""
+        own = self.source.decode_into
+
+        def decode(outs: Mapping[int, NDArray[Any]]) -> None:
+            self.log.reads.extend((self.name, k * self.unit, self.unit) for k in outs)
+            own(outs)
+
+        return decode
+
     def read_chunks(self, ks: Sequence[int]) -> list[NDArray[Any]]:
         self.log.reads.extend((self.name, k * self.unit, self.unit) for k in ks)
         found: list[NDArray[Any]] = self.source.read_chunks(ks)

@@ -103,12 +103,12 @@ def want_lines(
     layout: Layout,
     mesh: Mesh,
     ranks: Iterable[int],
-    keep: Callable[[str], bool],
+    keep: Callable[[str], bool] | None,
     *,
     prefix: str = "",
     step_of: Callable[[Step | None], Step | None] = lambda step: step,
 ) -> None:
-    """Want every array of a model that `keep` admits, as a layout gives it to each rank."""
+    """Want every array of a model that `keep`, if it is there, admits, as a layout gives it to each rank."""
     for line in model.table.lines:
         _check_cuts(model, line, layout, mesh)
     _check_siblings(model, layout, mesh)
@@ -118,7 +118,7 @@ def want_lines(
             if (line.where == "first" and not local.is_first) or (line.where == "last" and not local.is_last):
                 continue
             over = {d: _counted(local, d) for d in line.counted}
-            indices = [index for index in model.indices(line, over) if keep(rename(line, index))]
+            indices = [i for i in model.indices(line, over) if keep is None or keep(rename(line, i))]
             _want_line(wanted, model, inventory, line, local, indices, prefix, step_of)
 
 

@@ -20,7 +20,7 @@ ADAPTERS = CORE.parent / "adapters" / "meshload_adapters"
 MODULES = sorted(p.stem for p in CORE.glob("*.py") if p.stem not in ("__init__", "__main__"))
 
 ORDER = [
-    *("errors", "box", "digests", "expression", "pieces", "array", "source"),
+    *("errors", "box", "digests", "expression", "pieces", "kernel", "array", "source"),
     *("mesh", "layout", "pattern", "checkpoint"),
     *("scheduling", "sharing", "planning", "reading", "writing"),
     *("formats", "frameworks", "exchange"),

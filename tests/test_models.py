@@ -656,8 +656,9 @@ layers
 
 def test_b71_unequal_fused_parts_are_each_cut_then_joined_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of q 4, k 4, v 8 and z 8, over two ranks, with a table of the user's own."""
-    tables = {**naming_module.namings(), "hf": (*naming_module.namings()["hf"], parse_table(DELTA))}
-    monkeypatch.setattr(naming_module, "namings", lambda: tables)
+    installed = naming_module.tables_of
+    toy = {"hf": parse_table(DELTA)}
+    monkeypatch.setattr(naming_module, "tables_of", lambda family: toy if family == "toy_next" else installed(family))
     whole = ramp("in_proj", (24, 3))
     write_checkpoint(tmp_path, {"layers.0.in_proj.weight": whole}, {"model_type": "toy_next", "layers": 1})
     layout = meshload.Layout({"key_heads": "tp", "value_heads": "tp"})

@@ -7,12 +7,14 @@ import errno
 import http.server
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 import threading
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +36,7 @@ from meshload.source import ChunkedArray, LocalFile, plain_runs
 from meshload.testing import Counted, InMemory, Log, counted, ramp, read_safetensors, same_bits, write_checkpoint, write_safetensors
 
 pytest.importorskip("hypothesis")
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 F4 = np.dtype("f4")
@@ -162,6 +164,41 @@ def test_each_chunk_is_decoded_once_however_many_want_of_it() -> None:
     assert (made.reads, made.read_bytes) == (6, 480)
 
 
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_chunks_decoded_in_place_are_those_that_are_decoded_and_cut(data: st.DataObject) -> None:
+    ndim = data.draw(st.integers(1, 4))
+    shape = tuple(data.draw(st.integers(1, 7)) for _ in range(ndim))
+    chunk = [data.draw(st.integers(1, n)) for n in shape]
+    values = np.arange(math.prod(shape), dtype=data.draw(st.sampled_from([np.uint8, np.int16, np.float32, np.float64]))).reshape(
+        shape
+    )
+    store = tensorstore.open(
+        {"driver": "zarr", "kvstore": "memory://", "metadata": {"chunks": chunk, "compressor": None}},
+        create=True,
+        dtype=values.dtype,
+        shape=shape,
+    ).result()
+    store.write(values).result()
+    array = Array("w", values.dtype, shape, ChunkedArray(store, "w").pieces())
+    box = tuple(slice(a := data.draw(st.integers(0, n - 1)), data.draw(st.integers(a + 1, n))) for n in shape)
+    order = data.draw(st.permutations(range(ndim)))
+    array, expected = array[box].transpose(*order), values[box].transpose(order)
+    dim = data.draw(st.integers(0, ndim - 1))
+    factors = [(k, array.shape[dim] // k) for k in range(1, array.shape[dim] + 1) if array.shape[dim] % k == 0]
+    outer, inner = data.draw(st.sampled_from(factors))
+    array = array.split(dim, (outer, inner))
+    expected = expected.reshape(*expected.shape[:dim], outer, inner, *expected.shape[dim + 1 :])
+    swap = data.draw(st.permutations(range(ndim + 1)))
+    array, expected = array.transpose(*swap), expected.transpose(swap)
+    found = np.asarray(array)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshload.reading._Work, "_whole", lambda self, chunk, source: None)
+        plain = np.asarray(array)
+    assert same_bits(found, expected)
+    assert same_bits(plain, expected)
+
+
 def test_a_chunk_that_is_missing_raises_and_is_not_zeros() -> None:
     store = tensorstore.open(
         {"driver": "zarr", "kvstore": {"driver": "memory"}, "fill_missing_data_reads": False},
@@ -273,7 +310,8 @@ def test_columns_are_cut_out_of_staging_memory() -> None:
 
 def shortened(monkeypatch: pytest.MonkeyPatch, *, fails: int = 0) -> list[int]:
     """Make each read give a third of what is asked at most, or fail with an error number; return the offsets that are asked."""
-    plain, scattering, asked = os.preadv, meshload.source._preadv2, []
+    plain, scattering, asked = os.preadv, meshload.source.preadv2, []
+    none_queued(monkeypatch)
 
     def short(descriptor: int, views: list[memoryview], at: int) -> int:
         asked.append(at)
@@ -291,7 +329,7 @@ def shortened(monkeypatch: pytest.MonkeyPatch, *, fails: int = 0) -> list[int]:
         return int(scattering(descriptor, ctypes.addressof(first), 1, at, flags))
 
     monkeypatch.setattr(meshload.source.os, "preadv", short)
-    monkeypatch.setattr(meshload.source, "_preadv2", scattering and short_runs)
+    monkeypatch.setattr(meshload.source, "preadv2", scattering and short_runs)
     return asked
 
 
@@ -323,15 +361,17 @@ def test_a_file_that_is_cut_while_being_read_names_file_and_range(tmp_path: Path
         np.asarray(checkpoint["w"])
 
 
-@pytest.mark.parametrize("scatters", [True, False])
+@pytest.mark.parametrize("way", ["queued", "scattered", "plain"])
 def test_rows_of_a_file_that_is_cut_while_being_read_name_file_and_range(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scatters: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     write_checkpoint(tmp_path, {"w": ramp("w", (1024, 1024))})
     checkpoint = meshload.open(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 3 << 20)
-    if not scatters:
-        monkeypatch.setattr(meshload.source, "_preadv2", None)
+    if way != "queued":
+        none_queued(monkeypatch)
+    if way == "plain":
+        monkeypatch.setattr(meshload.source, "preadv2", None)
     with pytest.raises(
         meshload.SourceError, match=r"model.safetensors: ends at byte \d+, expected \d+; it was cut while being read"
     ):
@@ -361,9 +401,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalFile, bytes]:
     return LocalFile(file, "rows", len(data)), data
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("way", ["queued", "scattered"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_scattered_runs_are_those_that_are_read_one_by_one(rows: tuple[LocalFile, bytes], data: st.DataObject) -> None:
+def test_runs_are_those_that_are_read_one_by_one(
+    rows: tuple[LocalFile, bytes], monkeypatch: pytest.MonkeyPatch, way: str, data: st.DataObject
+) -> None:
+    if way == "scattered":
+        none_queued(monkeypatch)
     file, content = rows
     count = data.draw(st.integers(1, 1300))
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
@@ -389,11 +434,53 @@ SPREAD = (0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.1, 0.1)
 DENSE = (0.4, 0.4, 0.1, 0.1, 0, 0, 0, 0)
 
 
+def none_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no run be read by the queue of those that are in memory."""
+    monkeypatch.setattr(meshload.source, "read_cached", lambda file, start, length, to: np.zeros(len(start), bool))
+
+
+def test_runs_in_memory_are_read_by_a_queue_and_the_others_are_told(rows: tuple[LocalFile, bytes]) -> None:
+    file, content = rows
+    out = np.zeros(3000, np.uint8)
+    start = np.asarray([100, 5000, len(content) - 10, 0])  # the third goes beyond the end
+    length = np.asarray([1000, 500, 20, 8])
+    to = out.ctypes.data + np.asarray([0, 1000, 1500, 2000])
+    descriptor = os.open(file.path, os.O_RDONLY)
+    done = meshload.kernel.read_cached(descriptor, start, length, to)
+    os.close(descriptor)
+    if not done.any():
+        pytest.skip("the kernel has no such queue")
+    assert done.tolist() == [True, True, False, True]
+    assert out[:1500].tobytes() == content[100:1100] + content[5000:5500]
+    assert out[2000:2008].tobytes() == content[:8]
+
+
+def test_queues_are_used_again_and_not_by_a_forked_child(rows: tuple[LocalFile, bytes]) -> None:
+    file, content = rows
+    runs = np.stack([np.zeros(4, int), np.arange(4) * 5000, np.full(4, 100), np.zeros(4, int), np.arange(4) * 100], axis=1)
+    ranges = merged(runs, np.full(4, 4096), MiB)
+    expected = b"".join(content[a : a + 100] for a in range(0, 20_000, 5000))
+    for _ in range(3):
+        out = np.zeros(400, np.uint8)
+        file.read_runs(ranges, runs, {0: out})
+        assert out.tobytes() == expected
+    assert len(meshload.kernel._queues) <= meshload.scheduling.THREADS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads that others have left
+        child = os.fork()
+    if child == 0:
+        out = np.zeros(400, np.uint8)
+        file.read_runs(ranges, runs, {0: out})
+        os._exit(0 if out.tobytes() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def on_disk(monkeypatch: pytest.MonkeyPatch, *, from_byte: int = 0) -> list[tuple[int, int]]:
     """Make bytes from some offset on seem not to be in memory; return what is asked of the disk, `(start, length)`."""
-    plain, scattering, asked = os.preadv, meshload.source._preadv2, []
+    plain, scattering, asked = os.preadv, meshload.source.preadv2, []
     if scattering is None:
         pytest.skip("the C library has no preadv2")
+    none_queued(monkeypatch)
 
     def noted(descriptor: int, views: list[memoryview], at: int) -> int:
         asked.append((at, len(views[0])))
@@ -411,7 +498,7 @@ def on_disk(monkeypatch: pytest.MonkeyPatch, *, from_byte: int = 0) -> list[tupl
         return int(scattering(descriptor, parts, count, at, flags))
 
     monkeypatch.setattr(meshload.source.os, "preadv", noted)
-    monkeypatch.setattr(meshload.source, "_preadv2", noted_runs)
+    monkeypatch.setattr(meshload.source, "preadv2", noted_runs)
     return asked
 
 
@@ -442,7 +529,8 @@ def test_scattered_runs_stay_inside_their_buffers(rows: tuple[LocalFile, bytes],
 
 def test_interrupted_scattered_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_checkpoint(tmp_path, {"w": ramp("w", (600, 4096))})
-    scattering, interrupted = meshload.source._preadv2, []
+    none_queued(monkeypatch)
+    scattering, interrupted = meshload.source.preadv2, []
     if scattering is None:
         pytest.skip("the C library has no preadv2")
 
@@ -453,7 +541,7 @@ def test_interrupted_scattered_reads_go_on(tmp_path: Path, monkeypatch: pytest.M
             return -1
         return int(scattering(*call))
 
-    monkeypatch.setattr(meshload.source, "_preadv2", often)
+    monkeypatch.setattr(meshload.source, "preadv2", often)
     assert same_bits(np.asarray(meshload.open(tmp_path)["w"][:, :1024]), ramp("w", (600, 4096))[:, :1024])
     assert any(interrupted)
 
@@ -627,7 +715,7 @@ def test_a_chunk_above_the_ceiling_is_refused_before_reading() -> None:
 
 def test_fewer_threads_hold_large_chunks_under_a_low_ceiling() -> None:
     array = chunked(ramp("w", (64, 64)), (8, 64), Log())
-    assert plan_array(array, max_bytes=1 << 28).schedule.threads == 8
+    assert plan_array(array, max_bytes=1 << 28).schedule.threads == meshload.scheduling.THREADS
     made = plan_array(array, max_bytes=2 * 3 * 8 * 64 * 4)
     assert made.peak_bytes <= made.max_bytes
 
