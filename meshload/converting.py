@@ -134,7 +134,8 @@ class Draft:
     def pairs(self, view: Checkpoint) -> list[tuple[Array, Array]]:
         """Return the arrays that are laid out, each with the one that fills it; further rows, which pad, stay zeros.
 
-        A master that a format has a place for, and nobody asked to convert, is the weight.
+        A master that a format has a place for, and nobody asked to convert, is the weight; where it is the same array, it is
+        filled once.
         """
         opened = self.writer.open(self.staging)
         made, moments = opened.arrays, opened.optimizer
@@ -155,9 +156,11 @@ class Draft:
                 if one is None or (one.shape, one.dtype) != (array.shape, array.dtype):
                     kinds = listing(self.like.optimizer)
                     raise LayoutError(f"optimizer: {self.writer.name} has no place for {kind} of {name}; of {kinds}, name others")
-                found.append((one, view.optimizer[kind][name]))
+                if one is not made.get(name):
+                    found.append((one, view.optimizer[kind][name]))
         asked = self.like.optimizer.get("master", {})
-        found += [(one, view.arrays[name]) for name, one in moments.get("master", {}).items() if name not in asked]
+        masters = {name: one for name, one in moments.get("master", {}).items() if name not in asked and one is not made.get(name)}
+        found += [(one, view.arrays[name]) for name, one in masters.items()]
         return found
 
     def finish(self, group: Group, view: Checkpoint, move: Callable[[Filling], None], max_bytes: int) -> None:

@@ -22,6 +22,13 @@ where `dp` counts sequence-data ranks as well; splitting sequences over tensor r
 
 Names are Fast-LLM's: `decoder.0.mixer.key_value.weight`. The weights are the master copy too; where there are moments they stand
 in `optimizer["master"]` as well.
+
+**Written** are weights, and with `optimizer=` moments, of Llama, Mistral, Qwen2 and Mixtral: by default in the `fast_llm` format,
+for any mesh; by `FastLLM(distributed=True)` in the `distributed` one, a file for each rank of the mesh's axes `tp`, `pp` and `dp`,
+in the order since June 2026. Ranks have Fast-LLM's own numbers, tensor ranks innermost, then data ranks, however the mesh's axes
+stand. A vocabulary that does not divide is whole on each tensor rank (`vocab_parallel: false`). Weights are the masters here too,
+so moments go along with those alone, and all arrays of `distributed` are float32. To go on with training, write into
+`checkpoint/{step}` of the experiment.
 """
 
 from __future__ import annotations
@@ -38,11 +45,14 @@ import numpy as np
 from meshload.array import Array, stored_whole
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, SourceError, listing
+from meshload.formats import Parts
 from meshload.pieces import Ints, Pieces, empty
-from meshload.source import ByteSource, Folder, read_bytes
+from meshload.source import ByteSource, Folder, LocalFolder, read_bytes
+from meshload.writing import put
 
 from .._fast_llm import Layout, Model, Parameter, Ranks, Section, layout_of, model_of, ties_of
 from .._fast_llm_config import huggingface
+from .._fast_llm_files import lay_out_named, lay_out_vectors
 from .._safetensors import DTYPES, Arrays, Header, read_header, read_headers
 from .._yaml import loaded
 
@@ -66,17 +76,26 @@ class FastLLM:
     """The format of Fast-LLM's own checkpoints."""
 
     step: int | None = None
-    """Which step of a folder of steps; the last finished one by default."""
+    """Which step of a folder of steps; the last finished one by default. When writing: that of the moments, if nothing tells it."""
     decay: str | None = None
     """Which weights decay, which is what flat vectors are sorted by: `matrices` alone, as since June 2026, or `all`."""
     family: str | None = None
     """The Hugging Face family that the model is one of, where the first that fits is not meant (`mistral` for `llama`)."""
+    distributed: bool = False
+    """When writing: the flat vectors of each rank, and not whole named tensors."""
+    layers_per_stage: float = 1.0
+    """When writing vectors: how many layers a stage has; stages are dealt to the pipeline ranks in turn."""
+    max_shard_size: int = 16 << 30
+    """When writing named tensors: how many bytes of them are in one file."""
     name: str = field(default="fast_llm", init=False)
     order: int = field(default=36, init=False)
+    naming: str = field(default="fast_llm", init=False)
 
     def __post_init__(self) -> None:
         if self.decay not in (None, "matrices", "all"):
             raise LayoutError(f"decay={self.decay!r}: 'matrices' or 'all' was expected")
+        if not self.layers_per_stage > 0:
+            raise LayoutError(f"layers_per_stage={self.layers_per_stage!r}: a number above 0 was expected")
 
     def matches(self, folder: Folder) -> bool:
         """Say whether the folder has Fast-LLM's metadata, beside or in its files, or has folders of steps that do."""
@@ -106,6 +125,18 @@ class FastLLM:
             problems=(*problems, *more, *opened.problems),
         )
         return replace(opened, views={"stored": lambda: _as_stored(opened, *stored())})
+
+    def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
+        """Lay out files of whole tensors or of each rank's vectors, and `metadata.yaml`."""
+        if self.distributed:
+            decay = self.decay or "matrices"
+            lay_out_vectors(folder, like, parts.mesh, self.layers_per_stage, decay, self.step)
+        else:
+            lay_out_named(folder, like, self.step, self.max_shard_size)
+        put(folder, "ok", b"")
+
+    def commit(self, folder: LocalFolder) -> None:
+        """Do nothing: `ok`, by which a run knows a save that is finished, stands in the folder that now gets its name."""
 
     def _of_steps(self, folder: Folder) -> tuple[Folder, tuple[Problem, ...]]:
         """Choose a step."""
