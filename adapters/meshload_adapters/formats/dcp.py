@@ -32,8 +32,14 @@ under which the model was saved: it is the one under which the most of the names
 `dataloader` (a pickle within, given as bytes). Read from torch 2.13.
 
 **Written** are the weights, as one dict without nesting, as torchtitan has its model: `torch.distributed.checkpoint.load` fills
-the tensors of `{name: tensor}` from it. Each rank of the mesh has one data file, `__{rank}_0.distcp`, with the boxes that no lower
-rank holds; without a mesh there is one file. No torch is needed for it.
+the tensors of `{name: tensor}` from it. `DCP(model="model")` puts them under a key, `{"model": {name: tensor}}`, and what comes
+from DCP under native names stays under its own. Each rank of the mesh has one data file, `__{rank}_0.distcp`, with the boxes that
+no lower rank holds; without a mesh there is one file. No torch is needed for it.
+
+Where an optimizer's states are converted, they go under `optim` (`DCP(optimizer=...)`), as `get_optimizer_state_dict` has them:
+the moments like their weights, each weight's `step`, and `param_groups` with what the source tells of hyperparameters. `load` asks
+for all that the groups of the live optimizer have; what the source does not tell is told by `DCP(hyperparameters={"lr": ...})`.
+`DCP(optimizer="optimizer", flat=True)` writes the flattened form, as torchtitan loads it.
 """
 
 from __future__ import annotations
@@ -53,6 +59,7 @@ from meshload.source import Folder, LocalFolder, open_folder, read_bytes
 
 from .._distcp import Found, Listing, find_arrays, load_object, read_listing
 from .._distcp_files import lay_out_entries, new_entry
+from .._distcp_optimizer import paths_of, state_of
 from .._json import parsed
 
 METADATA = ".metadata"
@@ -82,7 +89,16 @@ class DCP:
     step: int | str | None = None
     """Which step, in a folder of steps: its number or its folder's name; by default the last complete one."""
     model: str | None = None
-    """The key under which the weights lie that the optimizer trained, where several models are in the checkpoint; `""`: none."""
+    """The key under which the weights lie that the optimizer trained, where several models are in the checkpoint; `""`: none.
+    When writing: the key under which all lie."""
+    optimizer: str = "optim"
+    """When writing: the key under which an optimizer's state lies."""
+    flat: bool = False
+    """When writing: the optimizer's state as `flatten_optimizer_state_dict=True` has it."""
+    steps: int | None = None
+    """When writing: how many steps the moments are of, where their source does not tell it."""
+    hyperparameters: Mapping[str, Any] | None = None
+    """When writing: what the optimizer's groups hold besides what the source tells, or in its place."""
     name: str = field(default="dcp", init=False)
     order: int = field(default=60, init=False)
     naming: str = field(default="hf", init=False)
@@ -141,7 +157,23 @@ class DCP:
 
     def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
         """Lay out the ranks' data files, and `.metadata`: it stands in a folder that nobody sees before all is written."""
-        lay_out_entries(folder, [new_entry(a, parts.get(name, ())) for name, a in like.arrays.items()], paths=True)
+        entries = [new_entry(array, parts.get(name, ()), self.called(name)) for name, array in like.arrays.items()]
+        nested = paths_of(like, self.model)
+        state = state_of(
+            like,
+            parts,
+            root=self.optimizer,
+            names={name: str(path[-1]) for name, path in nested.items()},
+            is_flat=self.flat,
+            hyperparameters=self.hyperparameters,
+            step=self.steps,
+        )
+        paths = {self.called(name): path for name, path in nested.items()} | state.paths
+        lay_out_entries(folder, [*entries, *state.entries], paths=paths, objects=state.objects)
+
+    def called(self, name: str) -> str:
+        """Return the key of an array that is written, which is its native name when it is read."""
+        return f"{self.model}.{name}" if self.model else name
 
     def commit(self, folder: LocalFolder) -> None:
         """Do nothing: what says that the payload is there is `.metadata`, in the folder that now gets its name."""
