@@ -20,7 +20,7 @@ from .box import Box
 from .checkpoint import Checkpoint
 from .errors import LayoutError, MeshloadError, MeshloadWarning, SourceError, listing
 from .exchange import running, together
-from .formats import Format, Parts, Writer, installed
+from .formats import Format, Parts, Renaming, Writer, installed
 from .frameworks import Group, framework_of, is_floating
 from .loading import as_dtype, byte_count, in_full, open, plan, shown_progress
 from .mesh import Mesh
@@ -134,30 +134,34 @@ class Draft:
     def pairs(self, view: Checkpoint) -> list[tuple[Array, Array]]:
         """Return the arrays that are laid out, each with the one that fills it; further rows, which pad, stay zeros.
 
-        A master that a format has a place for, and nobody asked to convert, is the weight.
+        A master that a format has a place for, and nobody asked to convert, is the weight; where it is the same array, it is
+        filled once.
         """
         opened = self.writer.open(self.staging)
         made, moments = opened.arrays, opened.optimizer
+        called = self.writer.called if isinstance(self.writer, Renaming) else str
         found = []
         for name, array in self.like.arrays.items():
-            one = made.get(name)
+            one = made.get(called(name))
             if one is not None and one.ndim and one.ndim == array.ndim and one.shape[0] > array.shape[0]:
                 one = one[: array.shape[0]]
             if one is None or (one.shape, one.dtype) != (array.shape, array.dtype):
-                came = repr(made.get(name))
+                came = repr(made.get(called(name)))
                 raise LayoutError(
                     f"{name}: {array.dtype.name} {array.shape} cannot be laid out by {self.writer.name}: {came} came of it"
                 )
             found.append((one, view.arrays[name]))
         for kind, arrays in self.like.optimizer.items():
             for name, array in arrays.items():
-                one = moments.get(kind, {}).get(name)
+                one = moments.get(kind, {}).get(called(name))
                 if one is None or (one.shape, one.dtype) != (array.shape, array.dtype):
                     kinds = listing(self.like.optimizer)
                     raise LayoutError(f"optimizer: {self.writer.name} has no place for {kind} of {name}; of {kinds}, name others")
-                found.append((one, view.optimizer[kind][name]))
+                if one is not made.get(called(name)):
+                    found.append((one, view.optimizer[kind][name]))
         asked = self.like.optimizer.get("master", {})
-        found += [(one, view.arrays[name]) for name, one in moments.get("master", {}).items() if name not in asked]
+        masters = {name: moments.get("master", {}).get(called(name)) for name in self.like.arrays if name not in asked}
+        found += [(m, view.arrays[name]) for name, m in masters.items() if m is not None and m is not made.get(called(name))]
         return found
 
     def finish(self, group: Group, view: Checkpoint, move: Callable[[Filling], None], max_bytes: int) -> None:

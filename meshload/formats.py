@@ -77,6 +77,14 @@ class Writer(Format, Protocol):
         """Write what says that the payload is there."""
 
 
+@runtime_checkable
+class Renaming(Writer, Protocol):
+    """A format that writes arrays under other names than theirs."""
+
+    def called(self, name: str) -> str:
+        """Return the name that `open` gives to the array which is written as `name`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
     """An array as chunks of one shape, each of which is one run of bytes in a file that is there already."""

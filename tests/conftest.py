@@ -29,7 +29,12 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 
-collect_ignore_glob = ["bench/*", "make_*.py", "checks_*.py"]  # programs, some of which need what no test needs
+collect_ignore_glob = [
+    "bench/*",
+    "make_*.py",
+    "checks_*.py",
+    "interop/checks_*.py",
+]  # programs, some of which need what no test needs
 
 
 @pytest.fixture(autouse=True)

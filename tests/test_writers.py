@@ -22,12 +22,17 @@ import meshload
 from meshload import Box, Checkpoint, Layout
 from meshload.naming import model_of
 from meshload.source import LocalFolder
-from meshload.testing import ramp, same_bits, write_checkpoint
+from meshload.testing import ramp, read_safetensors, same_bits, write_checkpoint
 from meshload_adapters._distcp import read_listing
 from meshload_adapters._distcp_files import chunks_of
+from meshload_adapters._fast_llm_files import base_of
 from meshload_adapters._pickle import Global
 from meshload_adapters._pickle_writer import Call, Instance, pickled
+from meshload_adapters._safetensors import read_header
 from meshload_adapters._torch_writer import NewStorage, NewTensor, laid_out, new_tensor
+from meshload_adapters._yaml import loaded as yaml_loaded
+from meshload_adapters._yaml_writer import dumped
+from meshload_adapters.formats.fast_llm import FastLLM
 from meshload_adapters.formats.megatron import Megatron
 from meshload_adapters.formats.megatron_core import MegatronCore
 from meshload_adapters.formats.universal import Universal
@@ -579,6 +584,149 @@ def test_live_tensors_are_saved_as_a_universal_checkpoint(tmp_path: Path) -> Non
     found = meshload.open(tmp_path / "out")
     assert {n: same_bits(found[n], a) for n, a in arrays.items()} == dict.fromkeys(arrays, True)
     assert all(same_bits(found.optimizer["master"][n], a.astype(np.float32)) for n, a in arrays.items())
+
+
+# --- Fast-LLM ---------------------------------------------------------------------------------------------------------
+
+FAST_LLM = Path(__file__).parent / "golden/fast_llm"
+
+
+@pytest.mark.parametrize("to", ["fast_llm", FastLLM(distributed=True), FastLLM(distributed=True, layers_per_stage=2)])
+@pytest.mark.parametrize("mesh", [None, "pp=2,tp=2,dp=3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+def test_fast_llm_gives_back_what_it_was_made_of(tmp_path: Path, family: str, mesh: str | None, to: Any) -> None:
+    there = check_round_trip(tmp_path, family, to, mesh)
+    files = sorted(f.name for f in (tmp_path / "there").glob("*.safetensors"))
+    if to == "fast_llm":
+        assert (there.meta["stored_format"], files) == ("fast_llm", ["model_0.safetensors"])
+    else:
+        assert there.meta["stored_format"] == "distributed"
+        assert files == sorted(f"rank_{r}.safetensors" for r in range(12 if mesh else 1))
+    assert (tmp_path / "there/ok").read_bytes() == b""
+
+
+FLAT: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "qwen2_tied_pp2_dp2/distributed": ("pp=2,dp=2", {}),
+    "layouts/llama_frozen_pp3_dp2": ("dp=2,pp=3", {}),
+    "layouts/llama_untied_one_rank": (None, {"layers_per_stage": 2}),
+    "layouts/mtp_tied_pp2": ("pp=2", {}),
+    "layouts/pattern_norms_whole_vocab_tp2": ("tp=2,dp=2", {"layers_per_stage": 2}),
+    "layouts/qwen2_tp2_dp2": ("tp=2,dp=2", {"layers_per_stage": 3}),
+    "layouts/qwen2_before_june_2026": ("tp=2,dp=2", {"layers_per_stage": 3, "decay": "all"}),
+}
+
+
+@pytest.mark.parametrize("case", FLAT)
+def test_every_ranks_vectors_are_those_that_fast_llm_wrote(tmp_path: Path, case: str) -> None:
+    mesh, options = FLAT[case]
+    decay = {key: value for key, value in options.items() if key == "decay"}
+    src = meshload.open(FAST_LLM / case, format=FastLLM(**decay))
+    to = FastLLM(distributed=True, **options)
+    meshload.convert(src, tmp_path / "out", to=to, mesh=mesh, layout="replicated", optimizer=True)
+    files = sorted(f.name for f in (FAST_LLM / case).glob("rank_*"))
+    assert sorted(f.name for f in (tmp_path / "out").glob("*.safetensors")) == files
+    for file in files:
+        mine, theirs = read_safetensors(tmp_path / "out" / file), read_safetensors(FAST_LLM / case / file)
+        assert {n: a.tobytes() for n, a in mine.items()} == {n: a.tobytes() for n, a in theirs.items()}, file
+    found = meshload.open(tmp_path / "out", format=FastLLM(**decay))
+    assert found.meta["metadata"].get("documents_seen") == src.meta["metadata"].get("documents_seen")
+    assert found.meta["metadata"]["optimizer"]["current_step"] == src.meta["metadata"]["optimizer"]["current_step"]
+    assert (found.meta["step"], found.meta["states"]) == (src.meta["step"], ("weights", "exp_avgs", "exp_avgs_sq"))
+    assert found.meta["fast_llm_config"]["base_model"] == src.meta["fast_llm_config"]["base_model"]
+
+
+def within(part: Any, whole: Any) -> bool:
+    """Say whether a config is part of another one."""
+    if isinstance(part, dict):
+        return all(key in whole and within(value, whole[key]) for key, value in part.items())
+    return bool(part == whole)
+
+
+def test_fast_llms_metadata_says_what_fast_llm_says_and_yaml_reads_it(tmp_path: Path) -> None:
+    theirs = meshload.open(FAST_LLM / "qwen2_tied_pp2_dp2/distributed")
+    assert theirs.config is not None
+    assert within(base_of(theirs.config), theirs.meta["fast_llm_config"]["base_model"])
+    meshload.convert(source(tmp_path / "src", "qwen2"), tmp_path / "out", to=FastLLM(distributed=True), mesh="tp=2,dp=2")
+    text = (tmp_path / "out/metadata.yaml").read_text()
+    told = yaml_loaded(text, "metadata.yaml")
+    assert told == pytest.importorskip("yaml").safe_load(text)
+    assert told["config"]["distributed"] == {"world_size": 4, "local_world_size": 4, "rank": 0, "tensor_parallel": 2}
+    assert told["config"]["base_model"]["decoder"]["block"]["mixer"]["rotary"] == {"type": "default", "theta": 1e6}
+    head = read_header(LocalFolder(tmp_path / "out").file("rank_3.safetensors")).metadata
+    assert {key: yaml_loaded(value, key) for key, value in head.items()} == told
+
+
+def test_yaml_is_read_as_it_was_written() -> None:
+    value = {
+        "a": [1, -2.5, 1e-06, 1e30, True, None, "yes", "0.4.0", "it's", "a: b", "é\n", "", "1e3", "~"],
+        "b": {},
+        "c": [[], {"d": [{}]}],
+    }
+    assert yaml_loaded(dumped(value), "text") == value
+    assert pytest.importorskip("yaml").safe_load(dumped(value)) == value
+
+
+def test_fast_llm_has_a_rope_that_is_scaled(tmp_path: Path) -> None:
+    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaled |= {"original_max_position_embeddings": 64}
+    new = {"rope_parameters": {**scaled, "rope_theta": 5e5}}
+    old = {"rope_theta": 5e5, "rope_scaling": scaled}
+    rotary = [base_of({**CONFIGS["llama"], **keys})["decoder"]["block"]["mixer"]["rotary"] for keys in (new, old)]
+    assert rotary[0] == rotary[1]
+    told = {"type": "llama3", "theta": 5e5, "scale_factor": 8.0, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0}
+    assert rotary[0] == {**told, "original_context_length": 64}
+
+
+def test_a_vocabulary_that_does_not_divide_is_whole_on_each_tensor_rank(tmp_path: Path) -> None:
+    src = source(tmp_path / "src", "llama", vocab_size=27)
+    meshload.convert(src, tmp_path / "out", to=FastLLM(distributed=True), mesh="tp=2")
+    found = meshload.open(tmp_path / "out")
+    assert found.meta["fast_llm_config"]["base_model"]["embeddings"]["vocab_parallel"] is False
+    name = "embeddings.word_embeddings_weight"
+    assert same_bits(found[name], meshload.open(src)["model.embed_tokens.weight"])
+    assert len(found[name].pieces) == 2  # a copy in each file
+
+
+def test_what_fast_llm_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    out, flat = tmp_path / "out", FastLLM(distributed=True)
+    llama = source(tmp_path / "llama", "llama")
+    with pytest.raises(meshload.LayoutError, match=r"vectors are float32, and here is bfloat16; give dtype='float32'"):
+        meshload.convert(source(tmp_path / "bf16", "llama", "bfloat16"), out, to=flat)
+    with pytest.raises(meshload.LayoutError, match="it has none such as ep=2"):
+        meshload.convert(source(tmp_path / "mixtral", "mixtral"), out, to=flat, mesh="ep=2")
+    with pytest.raises(meshload.LayoutError, match="2 head groups, 4 tensor ranks"):
+        meshload.convert(llama, out, to=flat, mesh="tp=4", layout="replicated")
+    with pytest.raises(meshload.LayoutError, match=r"no fast_llm table for model_type 'gpt_neox'"):
+        meshload.convert(source(tmp_path / "neox", "gpt_neox"), out, to="fast_llm")
+    for keys, why in (
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "'dynamic'.*cannot be said"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "'llama3' lack factor, original_max"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ):
+        with pytest.raises(meshload.LayoutError, match=why):
+            meshload.convert(llama, out, to="fast_llm", config={**CONFIGS["llama"], **keys})
+    moments = meshload.open(FAST_LLM / "qwen2_tied_pp2_dp2/distributed")
+    told = {key: value for key, value in moments.meta.items() if key == "fast_llm_config"}
+    with pytest.raises(meshload.LayoutError, match=r"told nowhere.*FastLLM\(step=...\)"):
+        meshload.convert(replace(moments, meta=told), out, to=flat, optimizer=True, names="native")
+    other = {n: moments.optimizer["exp_avg"][n] for n in moments}
+    wrong = replace(moments, optimizer={**moments.optimizer, "master": other})
+    with pytest.raises(meshload.LayoutError, match=r"weights are the masters, and these are others.*weights='master'"):
+        meshload.convert(wrong, out, to=flat, optimizer=True, names="native")
+    with pytest.raises(meshload.LayoutError, match=r"llama, mistral, mixtral, qwen2; model_type is None; give config="):
+        meshload.convert(write_checkpoint(tmp_path / "x", {"w": np.zeros(3)}), out, to="fast_llm")
+    assert not out.exists()
+
+
+def test_moments_go_to_fast_llm_from_elsewhere(tmp_path: Path) -> None:
+    src = meshload.open(FAST_LLM / "qwen2_tied_pp2_dp2/distributed")
+    meshload.convert(src, tmp_path / "universal", to=Universal(step=2), optimizer=True)
+    there = meshload.open(tmp_path / "universal", format=Universal(weights="master"))
+    assert "model.layers.0.self_attn.k_proj.weight" in there.optimizer["exp_avg"]
+    meshload.convert(there, tmp_path / "out", to="fast_llm", optimizer=["exp_avg", "exp_avg_sq"])
+    found = meshload.open(tmp_path / "out")
+    assert same_states(src, found)
+    assert found.meta["step"] == found.meta["metadata"]["optimizer"]["current_step"] == 2
 
 
 # --- boxes ------------------------------------------------------------------------------------------------------------

@@ -32,8 +32,14 @@ under which the model was saved: it is the one under which the most of the names
 `dataloader` (a pickle within, given as bytes). Read from torch 2.13.
 
 **Written** are the weights, as one dict without nesting, as torchtitan has its model: `torch.distributed.checkpoint.load` fills
-the tensors of `{name: tensor}` from it. Each rank of the mesh has one data file, `__{rank}_0.distcp`, with the boxes that no lower
-rank holds; without a mesh there is one file. No torch is needed for it.
+the tensors of `{name: tensor}` from it. `DCP(model="model")` puts them under a key, `{"model": {name: tensor}}`, and what comes
+from DCP under native names stays under its own. Each rank of the mesh has one data file, `__{rank}_0.distcp`, with the boxes that
+no lower rank holds; without a mesh there is one file. No torch is needed for it.
+
+Where an optimizer's states are converted, they go under `optim` (`DCP(optimizer=...)`), as `get_optimizer_state_dict` has them:
+the moments like their weights, each weight's `step`, and `param_groups` with what the source tells of hyperparameters. `load` asks
+for all that the groups of the live optimizer have; what the source does not tell is told by `DCP(hyperparameters={"lr": ...})`.
+`DCP(optimizer="optimizer", flat=True)` writes the flattened form, as torchtitan loads it.
 """
 
 from __future__ import annotations

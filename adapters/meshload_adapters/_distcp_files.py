@@ -19,7 +19,7 @@ from meshload.writing import lay_out, put
 from ._distcp_runs import METADATA, STORAGE
 from ._pickle import Global
 from ._pickle_writer import Call, Instance, pickled
-from ._torch_writer import ALIGNMENT, Parts, dtype_of, laid_out, laid_out_tensor
+from ._torch_writer import ALIGNMENT, Parts, dtype_of, laid_out, laid_out_tensor, new_scalar
 
 VERSION = "1.0.0"
 
@@ -36,11 +36,13 @@ class NewEntry:
     """torch's name."""
     shape: Shape
     chunks: Sequence[Chunk]
+    value: float | None = None
+    """The number, where the tensor is one of float32 without dims that is known already."""
 
 
-def new_entry(array: Array, parts: Sequence[Chunk]) -> NewEntry:
-    """Return an array's entry, in the chunks that ranks hold."""
-    return NewEntry(array.name, dtype_of(array), array.shape, chunks_of(array.shape, parts))
+def new_entry(array: Array, parts: Sequence[Chunk], key: str | None = None) -> NewEntry:
+    """Return an array's entry, in the chunks that ranks hold; its key is its name, if no other is given."""
+    return NewEntry(key or array.name, dtype_of(array), array.shape, chunks_of(array.shape, parts))
 
 
 def chunks_of(shape: Shape, parts: Sequence[Chunk]) -> list[Chunk]:
@@ -73,11 +75,15 @@ def _is_tiling(shape: Shape, boxes: tuple[Box, ...]) -> bool:
 
 
 def lay_out_entries(
-    folder: LocalFolder, entries: Iterable[NewEntry], *, paths: bool, objects: Mapping[str, Any] = MappingProxyType({})
+    folder: LocalFolder,
+    entries: Iterable[NewEntry],
+    *,
+    paths: Mapping[str, Sequence[str | int]] | None = None,
+    objects: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Make `__{rank}_0.distcp` for each rank that has something to store, and `.metadata`.
 
-    With `paths`, it is noted that each key is one of the dict that was saved. `objects`, by their keys, are no tensors.
+    `paths` say which keys of the nested dict that was saved are joined in a key. `objects`, by their keys, are no tensors.
     """
     files: dict[int, _File] = {}
     described: dict[str, Instance] = {}
@@ -92,10 +98,11 @@ def lay_out_entries(
         described[entry.key] = _tensor(entry)
         for i, (rank, box) in enumerate(entry.chunks):
             file = files.setdefault(rank, _File(f"__{rank}_0.distcp"))
-            stored[_index(entry.key, box, i)] = file.add(*laid_out_tensor(entry.dtype, box.shape))
+            parts = laid_out_tensor(entry.dtype, box.shape) if entry.value is None else laid_out(new_scalar(entry.value))
+            stored[_index(entry.key, box, i)] = file.add(*parts)
     for file in files.values():
         lay_out(folder, file.name, file.parts(), file.size)
-    put(folder, ".metadata", pickled(_metadata(described, stored, paths=paths), protocol=4))
+    put(folder, ".metadata", pickled(_metadata(described, stored, paths), protocol=4))
 
 
 class _File:
@@ -124,10 +131,12 @@ _STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",)
 _CONTIGUOUS = Call(Global(METADATA, "_MEM_FORMAT_ENCODING"), (0,))
 
 
-def _metadata(tensors: Mapping[str, Instance], stored: Mapping[Instance, Instance], *, paths: bool) -> Instance:
+def _metadata(
+    tensors: Mapping[str, Instance], stored: Mapping[Instance, Instance], paths: Mapping[str, Sequence[str | int]] | None
+) -> Instance:
     state = {
         "state_dict_metadata": dict(tensors),
-        "planner_data": {key: (key,) for key in tensors} if paths else None,
+        "planner_data": {key: tuple(path) for key, path in paths.items()} if paths is not None else None,
         "storage_data": dict(stored),
         "storage_meta": None,
         "version": VERSION,

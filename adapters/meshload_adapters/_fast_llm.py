@@ -22,6 +22,13 @@ where `dp` counts sequence-data ranks as well; splitting sequences over tensor r
 
 Names are Fast-LLM's: `decoder.0.mixer.key_value.weight`. The weights are the master copy too; where there are moments they stand
 in `optimizer["master"]` as well.
+
+**Written** are weights, and with `optimizer=` moments, of Llama, Mistral, Qwen2 and Mixtral: by default in the `fast_llm` format,
+for any mesh; by `FastLLM(distributed=True)` in the `distributed` one, a file for each rank of the mesh's axes `tp`, `pp` and `dp`,
+in the order since June 2026. Ranks have Fast-LLM's own numbers, tensor ranks innermost, then data ranks, however the mesh's axes
+stand. A vocabulary that does not divide is whole on each tensor rank (`vocab_parallel: false`). Weights are the masters here too,
+so moments go along with those alone, and all arrays of `distributed` are float32. To go on with training, write into
+`checkpoint/{step}` of the experiment.
 """
 
 from __future__ import annotations

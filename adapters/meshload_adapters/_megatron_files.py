@@ -306,7 +306,7 @@ def lay_out_logical(
     }
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     inner = LocalFolder(folder.path / name)
-    lay_out_entries(inner, entries, paths=False, objects=keys.extra_states())
+    lay_out_entries(inner, entries, objects=keys.extra_states())
     lay_out(inner, "common.pt", *laid_out(common))
     put(inner, "metadata.json", json.dumps(BACKEND).encode())
     put(folder, TRACKER, b"release" if iteration is None else str(iteration).encode())

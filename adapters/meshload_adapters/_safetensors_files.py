@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 
@@ -30,13 +31,17 @@ def shards(arrays: Iterable[Array], max_shard_size: int) -> list[list[Array]]:
     return found
 
 
-def head(arrays: Sequence[Array]) -> tuple[bytes, int]:
+PLAIN: Mapping[str, str] = MappingProxyType({"format": "pt"})
+"""What files of plain tensors say of themselves."""
+
+
+def head(arrays: Sequence[Array], metadata: Mapping[str, str] = PLAIN) -> tuple[bytes, int]:
     """Return the bytes in front of a file's data, and the size of the whole file.
 
     As the reference library has it: wide dtypes first, so that all are aligned to their own size, then by name; the header is
     padded to a multiple of 8.
     """
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    described: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for array in sorted(arrays, key=lambda a: (-a.dtype.itemsize, a.name)):
         kind, shape = _described(array)

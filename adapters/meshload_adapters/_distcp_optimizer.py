@@ -1,0 +1,177 @@
+"""An optimizer's state in a new DCP checkpoint, as torch's `get_optimizer_state_dict` has it: tensors, steps, groups of weights.
+
+    {root}.state.{name}.{field}             a tensor like the weight; `step`, a number, too
+    {root}.param_groups.{i}.{field}         nested; `params` are the names of the group's weights
+    {root}.param_groups.{name}.{field}      with flatten_optimizer_state_dict=True, of each weight
+
+Source: https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/state_dict.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshload.box import Box
+from meshload.checkpoint import Checkpoint
+from meshload.errors import LayoutError, listing
+from meshload.formats import Parts
+
+from ._distcp_files import NewEntry, chunks_of
+from ._steps import steps_of
+from ._torch_writer import dtype_of
+
+FIELDS = {"momentum": "momentum_buffer"}
+"""Kinds that torch calls by another name."""
+
+COUNTED = frozenset(("exp_avg", "exp_avg_sq"))
+"""Moments that mean nothing without the count of steps."""
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(slots=True)
+class NewState:
+    """What is to be stored."""
+
+    entries: list[NewEntry] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    """Of both, in the dict that was saved."""
+
+
+def paths_of(like: Checkpoint, model: str | None) -> dict[str, Path]:
+    """Return where each weight is in the dict that is saved: under a key, under that of a source of this format, or at the top."""
+    if model:
+        return {name: (model, name) for name in like.arrays}
+    told = like.meta.get("paths")
+    own = {name: tuple(told.get(name, ())) for name in like.arrays} if isinstance(told, Mapping) else {}
+    heads = {path[0] if len(path) == 2 and ".".join(map(str, path)) == name else None for name, path in own.items()}
+    return own if len(heads) == 1 and None not in heads else {name: (name,) for name in like.arrays}
+
+
+def state_of(
+    like: Checkpoint,
+    parts: Parts,
+    *,
+    root: str,
+    names: Mapping[str, str],
+    is_flat: bool,
+    hyperparameters: Mapping[str, Any] | None,
+    step: int | None,
+) -> NewState:
+    """Return the state of a checkpoint's optimizer, which has `names` of its own for weights; nothing where it has none."""
+    made = NewState()
+    owned = [name for name in like.arrays if any(name in arrays for arrays in like.optimizer.values())]
+    lost = sorted({n for arrays in like.optimizer.values() for n in arrays} - set(owned))
+    if lost:
+        raise LayoutError(f"optimizer: no weight is called {listing(lost, 3)}")
+    if not owned:
+        return made
+    counted = [n for n in owned if any(n in like.optimizer.get(kind, ()) for kind in COUNTED)]
+    steps = dict.fromkeys(counted, float(step)) if step is not None else steps_of(like, counted)
+    if counted and steps is None:
+        raise LayoutError(
+            f"optimizer: which step {listing(like.optimizer)} are of is told nowhere, and Adam's next one depends on it; say it "
+            f"with DCP(steps=...)"
+        )
+    for kind, arrays in like.optimizer.items():
+        for name, array in arrays.items():
+            key, path = _state(root, names[name], FIELDS.get(kind, kind), is_flat)
+            held = parts.get(name, ()) if array.shape == like.arrays[name].shape else ()
+            made.entries.append(NewEntry(key, dtype_of(array), array.shape, chunks_of(array.shape, held)))
+            made.paths[key] = path
+    for name, count in (steps or {}).items():
+        key, path = _state(root, names[name], "step", is_flat)
+        made.entries.append(NewEntry(key, "float32", (), [(0, Box((), ()))], count))
+        made.paths[key] = path
+    groups = [(hyper, [names[n] for n in members]) for hyper, members in _grouped(like, owned, hyperparameters)]
+    for key, path, value in _groups(groups, root, is_flat):
+        made.objects[key], made.paths[key] = value, path
+    return made
+
+
+def _state(root: str, name: str, kind: str, is_flat: bool) -> tuple[str, Path]:
+    """Return key and path of a tensor; flattened, the dict under the root has its keys joined already."""
+    return f"{root}.state.{name}.{kind}", (root, f"state.{name}.{kind}") if is_flat else (root, "state", name, kind)
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+Group = tuple[Mapping[str, Any], Sequence[str]]
+"""Hyperparameters, and the weights that they are of."""
+
+
+def _groups(groups: Sequence[Group], root: str, is_flat: bool) -> Iterator[tuple[str, Path, Any]]:
+    for i, (hyper, names) in enumerate(groups):
+        if is_flat:
+            if not hyper:
+                raise LayoutError(
+                    f"optimizer: no hyperparameters of {listing(names, 3)} are told, and a flattened state has no groups without; "
+                    f"say them with DCP(hyperparameters={{'lr': ...}})"
+                )
+            for name in names:
+                for key, value in hyper.items():
+                    yield f"{root}.param_groups.{name}.{key}", (root, f"param_groups.{name}.{key}"), value
+        else:
+            for key, value in {**hyper, "params": list(names)}.items():
+                yield f"{root}.param_groups.{i}.{key}", (root, "param_groups", i, key), value
+
+
+def _grouped(like: Checkpoint, owned: Sequence[str], given: Mapping[str, Any] | None) -> list[Group]:
+    """Return the groups that the source tells, with what is given besides; one of all weights where it tells none."""
+    more = dict(given or {})
+    told = [({**hyper, **more}, [n for n in names if n in like.arrays]) for hyper, names in _told(like)]
+    found: list[Group] = [*told] or [(more, [])]
+    strange = sorted(set(owned) - {n for _, names in found for n in names})
+    if not strange:
+        return found
+    if any(hyper != found[0][0] for hyper, _ in found):
+        raise LayoutError(
+            f"optimizer: the source has {len(found)} groups, and does not tell which of them {listing(strange, 3)} is in; say "
+            f"hyperparameters that are the same for all, with DCP(hyperparameters=...)"
+        )
+    return [(found[0][0], list(dict.fromkeys([*(n for _, names in found for n in names), *owned])))]
+
+
+def _told(like: Checkpoint) -> list[Group]:
+    """Return groups as DeepSpeed's and universal checkpoints tell them, without weights, or as DCP's do."""
+    optimizer, objects = like.meta.get("optimizer"), like.meta.get("objects")
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    if isinstance(groups, Sequence):
+        return [({k: v for k, v in group.items() if k != "params"}, ()) for group in groups if isinstance(group, Mapping)]
+    return _of_objects(like, objects) if isinstance(objects, Mapping) else []
+
+
+def _of_objects(like: Checkpoint, objects: Mapping[str, Any]) -> list[Group]:
+    """Read the groups of a DCP checkpoint, nested or flattened."""
+    fields: dict[str, dict[str, Any]] = {}
+    for key in objects:
+        head, found, tail = key.rpartition("param_groups.")
+        group, _, name = tail.rpartition(".")
+        if found and group and (not head or head.endswith(".")):
+            fields.setdefault(f"{head}{group}", {"": group})[name] = objects[key]
+    nested = [f for f in fields.values() if f[""].isdecimal()]
+    if nested:
+        ordered = sorted(nested, key=lambda f: int(f[""]))
+        return [({k: v for k, v in f.items() if k not in ("", "params", "param_names")}, _names(like, f)) for f in ordered]
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for f in fields.values():
+        hyper = {k: v for k, v in f.items() if k}
+        same = next((names for told, names in groups if told == hyper), None)
+        if same is None:
+            groups.append((hyper, same := []))
+        same.append(f[""])
+    return [(hyper, _bare(like, names)) for hyper, names in groups]
+
+
+def _names(like: Checkpoint, fields: Mapping[str, Any]) -> list[str]:
+    found = fields.get("param_names", fields.get("params"))
+    return _bare(like, found) if isinstance(found, list) and all(isinstance(n, str) for n in found) else []
+
+
+def _bare(like: Checkpoint, names: Sequence[str]) -> list[str]:
+    """Return the names of weights that an optimizer's names mean: it leaves out the key under which the model was saved."""
+    heads = [head for head in ("", "model.") if all(f"{head}{n}" in like.arrays for n in names)]
+    return [f"{heads[0] if heads else ''}{n}" for n in names]

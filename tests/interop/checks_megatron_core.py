@@ -1,0 +1,164 @@
+"""Four processes of megatron-core on the CPU, tp=2 and pp=2, over gloo; `test_megatron_core.py` runs it.
+
+`checks_megatron_core.py CASE...`: each case is a folder with `there/release`, a torch_dist checkpoint, and `ids.npy`, tokens. A
+`GPTModel` is made as `args` in the checkpoint say, and filled by `dist_checkpointing.load`; its logits are written to `logits.npy`,
+and what `dist_checkpointing.save` makes of it to `again/iter_0000005`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed, multiprocessing
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of what is not installed: Transformer Engine, Apex
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import random as model_parallel_random
+    from megatron.core.transformer import TransformerConfig
+
+TP, PP = 2, 2
+ITERATION = 5
+DIVISIBLE_BY = 4
+"""Rows of the vocabulary per tensor-parallel rank are a multiple of it, as in a run with `--make-vocab-size-divisible-by 4`."""
+
+
+class NoGenerators:
+    """Stands in for the tracker of each model-parallel rank's CUDA generator: dropout is off, and weights are loaded."""
+
+    @contextmanager
+    def fork(self, name: str = "") -> Iterator[None]:
+        yield
+
+    def is_initialized(self) -> bool:
+        return True
+
+
+def stand_in_for_cuda() -> None:
+    """Let megatron-core, which asks for the current CUDA device where it makes a tensor, be given the CPU; no number changes."""
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    model_parallel_random._CUDA_RNG_STATE_TRACKER = NoGenerators()
+    model_parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+
+
+def config_of(args: Any) -> TransformerConfig:
+    """Return what Megatron's `--use-checkpoint-args` makes of `args`."""
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        gated_linear_unit=args.swiglu,
+        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        add_bias_linear=args.add_bias_linear,
+        add_qkv_bias=args.add_qkv_bias,
+        qk_layernorm=args.qk_layernorm,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        rotary_interleaved=args.rotary_interleaved,
+        params_dtype=args.params_dtype,
+        pipeline_dtype=args.params_dtype,
+        tensor_model_parallel_size=TP,
+        pipeline_model_parallel_size=PP,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def model_of(args: Any) -> GPTModel:
+    """Return this rank's part of the model, whose weights are those of nobody yet."""
+    rows = TP * DIVISIBLE_BY
+    model = GPTModel(
+        config_of(args),
+        get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization),
+        vocab_size=-(-args.vocab_size // rows) * rows,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+    )
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    return model.eval()
+
+
+def load(model: GPTModel, folder: Path) -> None:
+    """Fill the model; keys that the checkpoint lacks, or that the model does, raise."""
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder), strict=StrictHandling.RAISE_ALL)
+    model.load_state_dict(loaded["model"])
+
+
+def logits_of(model: GPTModel, args: Any, ids: torch.Tensor) -> torch.Tensor | None:
+    """Return the logits of the whole vocabulary, on the last stage alone."""
+    n = ids.shape[1]
+    positions, mask = torch.arange(n).expand_as(ids), torch.ones(1, 1, n, n).triu(1).bool()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    hidden = torch.empty(n, len(ids), args.hidden_size)  # of the stage before
+    if not parallel_state.is_pipeline_first_stage():
+        distributed.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank(), group=group)
+        model.set_input_tensor(hidden)
+    with torch.no_grad():
+        found = model(ids, positions, mask)
+    if not parallel_state.is_pipeline_last_stage():
+        distributed.send(found, parallel_state.get_pipeline_model_parallel_next_rank(), group=group)
+        return None
+    parts = [torch.empty_like(found) for _ in range(TP)]
+    distributed.all_gather(parts, found.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, -1)[..., : args.vocab_size]
+
+
+def save(model: GPTModel, args: Any, folder: Path) -> None:
+    if distributed.get_rank() == 0:
+        folder.mkdir(parents=True)
+    distributed.barrier()
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
+    dist_checkpointing.save({**common, "model": model.sharded_state_dict()}, str(folder))
+    if distributed.get_rank() == 0:  # as Megatron's training does, once all is there
+        (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+
+
+def run(rank: int, meeting: str, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=TP * PP)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=TP, pipeline_model_parallel_size=PP)
+    stand_in_for_cuda()
+    for folder in map(Path, cases):
+        given = folder / "there/release"
+        args = dist_checkpointing.load_common_state_dict(str(given))["args"]
+        model = model_of(args)
+        load(model, given)
+        logits = logits_of(model, args, torch.from_numpy(np.load(folder / "ids.npy")))
+        if logits is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
+            np.save(folder / "logits.npy", logits.numpy())
+        save(model, args, folder / f"again/iter_{ITERATION:07d}")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:  # forked, so that megatron-core is imported once
+        multiprocessing.start_processes(run, (f"{folder}/meeting", sys.argv[1:]), nprocs=TP * PP, start_method="fork")
