@@ -134,13 +134,16 @@ class Draft:
     def pairs(self, view: Checkpoint) -> list[tuple[Array, Array]]:
         """Return the arrays that are laid out, each with the one that fills it; further rows, which pad, stay zeros.
 
-        A master that a format has a place for, and nobody asked to convert, is the weight.
+        A master that a format has a place for, and nobody asked to convert, is the weight. Where the weight has no other place than
+        its master's, that one is filled once.
         """
         opened = self.writer.open(self.staging)
         made, moments = opened.arrays, opened.optimizer
         found = []
         for name, array in self.like.arrays.items():
             one = made.get(name)
+            if one is not None and one.pieces is getattr(moments.get("master", {}).get(name), "pieces", None):
+                continue
             if one is not None and one.ndim and one.ndim == array.ndim and one.shape[0] > array.shape[0]:
                 one = one[: array.shape[0]]
             if one is None or (one.shape, one.dtype) != (array.shape, array.dtype):

@@ -45,10 +45,13 @@ How tensor-parallel shards are joined is told in `_cuts.py`. `ck[name]` is the m
 master where there is one; `ck.optimizer` has `master` and the moments by the weight's name; steps and states are in `meta`. The
 tag that `latest` names is refused where it is not complete; a tag's own folder, or `tag=`, opens with what is there.
 
-**Writing** is for engines of stage 1 and 2 that have no axis but dp, which `mesh` sizes: a group of N elements is padded to a
-multiple of 2 W and cut into W partitions. The engine takes them by their places, and by no name: the order of its parameters has to
-be the source's, or that of `DeepSpeed(parameters=...)`, which is then one group. Engines that deal it out
-(`round_robin_gradients`) or align parameters, or have stages or other axes, go on from a universal checkpoint.
+**Writing** is for engines of stage 1, 2 and 3 on the axes dp and tp of `mesh`, and for those of PipelineModules, of stage 1, on pp
+too (`pipeline=True`; `names="gpt_neox"` or the source's). Stages 1 and 2 pad a group of N elements to a multiple of 2 W and cut it
+into W partitions; in stage 3 the weights are their masters. The engine takes parameters by their places, and by no name: their
+order has to be the source's, or that of `DeepSpeed(parameters=...)`, which is then one group. How ranks of tp share arrays is what
+the layout says, and is told in `universal_checkpoint_info`. Refused: ranks without equal parts of dim 0 or 1, ties over stages,
+experts over ep, and tp for GPT-NeoX's row-parallel biases, unless `cut=` says that they are copies. Engines that deal parameters
+out (`round_robin_gradients`) or align them go on from a universal checkpoint.
 """
 
 from __future__ import annotations
@@ -91,8 +94,8 @@ from .._zero import (
     scalar,
     tag_named,
 )
-from .._zero_files import model_states, module_of, partitions, training_of
-from .._zero_save import Optimizer, Save, read_config, read_save
+from .._zero_files import training_of
+from .._zero_save import Optimizer, Save, order_told, read_config, read_save
 from .._zero_weights import (
     EXPERT_NAME,
     LARGE,
@@ -104,6 +107,7 @@ from .._zero_weights import (
     stored_files,
     with_stored,
 )
+from .._zero_writer import Engine, files
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """Adam's and SGD's."""
@@ -124,17 +128,27 @@ class DeepSpeed:
     """How tensor-parallel ranks share parameters, where the checkpoint does not say it: globs of names to a dim, None (each
     has the whole), `"mean"`, `"sum"` or a `Cut`; or `"megatron"` or `"gpt_neox"`, whose names are then followed."""
     tied: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Tie of a pipeline -> the layer whose file holds it."""
+    """Tie of a pipeline -> the layer whose file holds it, or is to hold it."""
     parameters: Sequence[str] | None = None
     """The names of the optimizer's parameters in its order, where its state has none, and for writing, where the source does
     not tell it."""
     stage: int = 2
-    """Of ZeRO, in the engine for which it is written: 1 or 2."""
+    """Of ZeRO, in the engine for which it is written: 1, 2 or 3."""
+    pipeline: bool = False
+    """Whether the engine for which it is written has a PipelineModule: its layers are written then, under GPT-NeoX's names."""
+    sub_group_size: int = 1_000_000_000
+    """That of `zero_optimization` in the engine of stage 3 for which it is written."""
+    bf16: bool | None = None
+    """Whether the engine for which it is written has bf16 enabled, and looks for files that are called so; by default, where
+    the weights are of bfloat16."""
     step: int | None = None
     """How many steps the moments are of that are written, where their source does not tell it."""
     name: str = field(default="deepspeed", init=False)
     order: int = field(default=20, init=False)
-    naming: str = field(default="hf", init=False)
+
+    @property
+    def naming(self) -> str:
+        return "gpt_neox" if self.pipeline else "hf"
 
     def __post_init__(self) -> None:
         if self.weights not in ("module", "master"):
@@ -143,9 +157,10 @@ class DeepSpeed:
             raise LayoutError(f"tied={dict(self.tied)!r}: ties to layer numbers were expected")
         if isinstance(self.parameters, str):
             raise LayoutError(f"parameters={self.parameters!r}: a list of names was expected")
-        if self.stage not in (1, 2):
-            more = "; for engines of stage 3 write Universal(stage=3)" if self.stage == 3 else ""
-            raise LayoutError(f"stage={self.stage!r}: 1 or 2 was expected{more}")
+        if self.stage not in (1, 2, 3):
+            raise LayoutError(f"stage={self.stage!r}: 1, 2 or 3 was expected")
+        if not is_count(self.sub_group_size) or not self.sub_group_size:
+            raise LayoutError(f"sub_group_size={self.sub_group_size!r}: a number of elements was expected")
         check_declared(self.cut)
 
     def matches(self, folder: Folder) -> bool:
@@ -165,13 +180,9 @@ class DeepSpeed:
         return _Opening(self, save, Weights(save, self.tied)).checkpoint(place.tag, config, problems)
 
     def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
-        """Lay out the model states, and each rank's partition of masters and moments."""
+        """Lay out the model states and layers of model-parallel ranks, and each rank's partition of masters and moments."""
         if self.weights == "master":
             raise LayoutError("weights='master' says what is read; to write masters as weights, convert with dtype='float32'")
-        others = {axis: n for axis, n in zip(parts.mesh.names, parts.mesh.sizes, strict=True) if n > 1 and axis != "dp"}
-        if others:
-            axes = ", ".join(f"{axis}={n}" for axis, n in others.items())
-            raise LayoutError(f"mesh: {axes}: only dp can be written as DeepSpeed's own files; write a universal checkpoint")
         training = training_of(like, self.step, type(self).__name__)
         groups = self._groups_for(like, training.shape_of)
         if training.kinds and len(training.groups) != len(groups):
@@ -179,25 +190,32 @@ class DeepSpeed:
                 f"optimizer: engines take the hyperparameters of their {len(groups)} groups from the file, and the source tells "
                 f"those of {len(training.groups)}; convert without optimizer=, or write a universal checkpoint, which needs none"
             )
-        tag, ranks = self.tag or f"global_step{training.count}", parts.mesh.size
-        states = model_states(like, module_of(like), groups, training.count, ranks=ranks)
-        lay_out(folder, f"{tag}/mp_rank_00_model_states.pt", *laid_out(states))
-        prefix = "bf16_" if "bfloat16" in {dtype_of(like.arrays[n]) for n in training.shape_of} else ""
-        dtypes = {k: dtype_of(next(iter(like.optimizer[k].values()))) for k in training.kinds}
-        for rank, root in enumerate(partitions(training, groups, dtypes, ranks, self.stage)):
-            lay_out(folder, f"{tag}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", *laid_out(root))
+        tied = {**dict_of(like.meta.get("tied")), **self.tied}
+        engine = Engine(self.stage, self.pipeline, tied, self.sub_group_size, self._is_bf16(like, training.shape_of), self.cut)
+        tag = self.tag or f"global_step{training.count}"
+        for file, root in files(like, training, groups, parts, engine):
+            lay_out(folder, f"{tag}/{file}", *laid_out(root))
         put(folder, "latest", tag.encode())
 
     def commit(self, folder: LocalFolder) -> None:
         """Do nothing: `latest` is in the folder that now gets its name."""
 
-    def _groups_for(self, like: Checkpoint, shape_of: Mapping[str, Shape]) -> list[dict[str, Shape]]:
+    def _is_bf16(self, like: Checkpoint, names: Iterable[str]) -> bool:
+        """Say whether the engine is one of bf16: as its weights are, or as ZeRO-3's source says, which holds masters alone."""
+        if self.bf16 is not None:
+            return self.bf16
+        told = dict_of(dict_of(like.meta.get("ds_config")).get("bf16")).get("enabled") is True
+        is_master_alone = like.format == self.name and like.meta.get("zero_stage") == 3
+        return "bfloat16" in {dtype_of(like.arrays[n]) for n in names} or (told and is_master_alone)
+
+    def _groups_for(self, like: Checkpoint, shape_of: Mapping[str, Shape]) -> list[list[str]]:
         """Return the parameters in the optimizer's order, by group, or refuse: a wrong order would be loaded, and be noise."""
-        told: Any = like.meta.get("groups") if self.parameters is None else [list(self.parameters)]
+        told = like.meta.get("groups") if self.parameters is None else [list(self.parameters)]
         zero = dict_of(dict_of(like.meta.get("ds_config")).get("zero_optimization"))
         if self.parameters is None and zero.get("round_robin_gradients"):
             told = None  # dealt out to as many ranks as there were
-        names = [n for group in told or () for n in group]
+        told = [[n for n in group if n not in like.arrays or like.arrays[n].size] for group in told or ()]
+        names = [n for group in told for n in group]
         if sorted(names) != sorted(shape_of):
             missing, more = [n for n in shape_of if n not in names], [n for n in names if n not in shape_of]
             what = f"lacks {listing(missing, 3)}" if missing else f"names {listing(more, 3)}" if more else "names some twice"
@@ -206,7 +224,7 @@ class DeepSpeed:
                 f"DeepSpeed finds the optimizer's {len(shape_of)} parameters by their order, and {why}; say it with "
                 f"DeepSpeed(parameters=[name for name, _ in model.named_parameters()])"
             )
-        return [{n: shape_of[n] for n in group} for group in told]
+        return told
 
 
 # --- which tag --------------------------------------------------------------------------------------------------------
@@ -570,21 +588,9 @@ class _Opening:
         groups = [{k: plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else []
         return {
             "zero_stage": optimizer.stage if optimizer else 0,
-            "groups": self._order_told(optimizer),
+            "groups": order_told(self.save),
             "optimizer": {**inner, "param_groups": groups, **self.notes},
         }
-
-    def _order_told(self, optimizer: Optimizer | None) -> list[list[str]] | None:
-        """Return the parameters' names in the optimizer's order, by group, where one model-parallel rank tells all of them."""
-        shapes = next(iter(self.save.shapes.values()), None)
-        if self.save.mp > 1 or optimizer is None or shapes is None:
-            return None
-        counts = [len(found) if type(found := g.get("params")) is list else 1 for g in optimizer.param_groups]
-        counts = counts if optimizer.stage == 3 else [1] * len(counts)
-        if sum(counts) != len(shapes):
-            return None
-        left = iter(shapes)
-        return [[name for _ in range(count) for name in next(left)] for count in counts]
 
 
 def _neox_config(state: Mapping[Any, Any]) -> dict[str, Any]:
