@@ -134,15 +134,17 @@ class Draft:
     def pairs(self, view: Checkpoint) -> list[tuple[Array, Array]]:
         """Return the arrays that are laid out, each with the one that fills it; further rows, which pad, stay zeros.
 
-        A master that a format has a place for, and nobody asked to convert, is the weight; where it is the same array, it is
-        filled once.
+        A master that a format has a place for, and nobody asked to convert, is the weight. Where the weight has no other place than
+        its master's, that one is filled once.
         """
         opened = self.writer.open(self.staging)
         made, moments = opened.arrays, opened.optimizer
         called = self.writer.called if isinstance(self.writer, Renaming) else str
         found = []
         for name, array in self.like.arrays.items():
-            one = made.get(called(name))
+            one, master = made.get(called(name)), moments.get("master", {}).get(called(name))
+            if one is not None and master is not None and one.pieces is master.pieces:
+                continue
             if one is not None and one.ndim and one.ndim == array.ndim and one.shape[0] > array.shape[0]:
                 one = one[: array.shape[0]]
             if one is None or (one.shape, one.dtype) != (array.shape, array.dtype):
@@ -157,11 +159,10 @@ class Draft:
                 if one is None or (one.shape, one.dtype) != (array.shape, array.dtype):
                     kinds = listing(self.like.optimizer)
                     raise LayoutError(f"optimizer: {self.writer.name} has no place for {kind} of {name}; of {kinds}, name others")
-                if one is not made.get(called(name)):
-                    found.append((one, view.optimizer[kind][name]))
+                found.append((one, view.optimizer[kind][name]))
         asked = self.like.optimizer.get("master", {})
         masters = {name: moments.get("master", {}).get(called(name)) for name in self.like.arrays if name not in asked}
-        found += [(m, view.arrays[name]) for name, m in masters.items() if m is not None and m is not made.get(called(name))]
+        found += [(m, view.arrays[name]) for name, m in masters.items() if m is not None]
         return found
 
     def finish(self, group: Group, view: Checkpoint, move: Callable[[Filling], None], max_bytes: int) -> None:

@@ -270,6 +270,18 @@ _NEOX: tuple[tuple[str, Cut | None], ...] = (
 )
 
 
+def adds_up(name: str) -> bool:
+    """Say whether GPT-NeoX's tensor-parallel ranks have addends of an array."""
+    cut = next((cut for pattern, cut in _NEOX if re.fullmatch(pattern, name)), None)
+    return cut is not None and cut.copies == "sum"
+
+
+def declared_cut(declared: Declared | None, name: str) -> Cut | None:
+    """Return how an array is cut by what the caller declared; None where that says nothing of it."""
+    globs = declared.items() if isinstance(declared, Mapping) else ()
+    return next((_cut_of(found) for glob, found in globs if fnmatch.fnmatchcase(name, glob)), None)
+
+
 @dataclass(frozen=True, eq=False)
 class Rules:
     """Tells how a parameter is cut over `ranks` tensor-parallel ranks."""
@@ -306,10 +318,9 @@ class Rules:
 
         A buffer that nobody tells of is each rank's own copy. `others` are the shards of all arrays.
         """
-        if isinstance(self.declared, Mapping):
-            for glob, found in self.declared.items():
-                if fnmatch.fnmatchcase(name, glob):
-                    return _cut_of(found)
+        declared = declared_cut(self.declared, name)
+        if declared is not None:
+            return declared
         if self.ranks == 1:
             return Cut(None, keep=self._rows_kept(name))
         if self.name == "universal_checkpoint_info":

@@ -45,10 +45,13 @@ How tensor-parallel shards are joined is told in `_cuts.py`. `ck[name]` is the m
 master where there is one; `ck.optimizer` has `master` and the moments by the weight's name; steps and states are in `meta`. The
 tag that `latest` names is refused where it is not complete; a tag's own folder, or `tag=`, opens with what is there.
 
-**Writing** is for engines of stage 1 and 2 that have no axis but dp, which `mesh` sizes: a group of N elements is padded to a
-multiple of 2 W and cut into W partitions. The engine takes them by their places, and by no name: the order of its parameters has to
-be the source's, or that of `DeepSpeed(parameters=...)`, which is then one group. Engines that deal it out
-(`round_robin_gradients`) or align parameters, or have stages or other axes, go on from a universal checkpoint.
+**Writing** is for engines of stage 1, 2 and 3 on the axes dp and tp of `mesh`, and for those of PipelineModules, of stage 1, on pp
+too (`pipeline=True`; `names="gpt_neox"` or the source's). Stages 1 and 2 pad a group of N elements to a multiple of 2 W and cut it
+into W partitions; in stage 3 the weights are their masters. The engine takes parameters by their places, and by no name: their
+order has to be the source's, or that of `DeepSpeed(parameters=...)`, which is then one group. How ranks of tp share arrays is what
+the layout says, and is told in `universal_checkpoint_info`. Refused: ranks without equal parts of dim 0 or 1, ties over stages,
+experts over ep, and tp for GPT-NeoX's row-parallel biases, unless `cut=` says that they are copies. Engines that deal parameters
+out (`round_robin_gradients`) or align them go on from a universal checkpoint.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ from ._zero import (
     scalar,
 )
 from ._zero_find import has_tag, is_tag, tag_named, tags
-from ._zero_save import Optimizer, Save, read_config, read_save
+from ._zero_save import Optimizer, Save, order_told, read_config, read_save
 from ._zero_weights import (
     EXPERT_NAME,
     LARGE,
@@ -466,21 +469,9 @@ class _Opening:
         groups = [{k: plain(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups] if optimizer else []
         return {
             "zero_stage": optimizer.stage if optimizer else 0,
-            "groups": self._order_told(optimizer),
+            "groups": order_told(self.save),
             "optimizer": {**inner, "param_groups": groups, **self.notes},
         }
-
-    def _order_told(self, optimizer: Optimizer | None) -> list[list[str]] | None:
-        """Return the parameters' names in the optimizer's order, by group, where one model-parallel rank tells all of them."""
-        shapes = next(iter(self.save.shapes.values()), None)
-        if self.save.mp > 1 or optimizer is None or shapes is None:
-            return None
-        counts = [len(found) if type(found := g.get("params")) is list else 1 for g in optimizer.param_groups]
-        counts = counts if optimizer.stage == 3 else [1] * len(counts)
-        if sum(counts) != len(shapes):
-            return None
-        left = iter(shapes)
-        return [[name for _ in range(count) for name in next(left)] for count in counts]
 
 
 def _neox_config(state: Mapping[Any, Any]) -> dict[str, Any]:

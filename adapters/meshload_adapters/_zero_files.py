@@ -50,6 +50,7 @@ class Training:
 def training_of(like: Checkpoint, step: int | None, writer: str) -> Training:
     """Return what is trained: what has moments or masters that go along, else all floating arrays but buffers.
 
+    What has no elements is none of it: DeepSpeed's optimizers leave it out.
     `writer` is the class of the format, for messages.
     """
     kinds = [kind for kind in like.optimizer if kind != "master"]
@@ -58,7 +59,8 @@ def training_of(like: Checkpoint, step: int | None, writer: str) -> Training:
         raise LayoutError(f"optimizer: {writer} has no place for {listing(wrong)}; name others")
     buffers = set(like.meta.get("buffers") or ())
     owned = {n for arrays in like.optimizer.values() for n in arrays}
-    names = [n for n, a in like.arrays.items() if (n in owned if owned else is_floating(a.dtype) and n not in buffers)]
+    held = {n: a for n, a in like.arrays.items() if a.size}
+    names = [n for n, a in held.items() if (n in owned if owned else is_floating(a.dtype) and n not in buffers)]
     for kind, arrays in like.optimizer.items():
         lacking = [n for n in names if n not in arrays]
         more = [n for n in arrays if n not in like.arrays]
@@ -106,25 +108,31 @@ def _is_plain(value: Any) -> bool:
 
 def model_states(
     like: Checkpoint,
-    module: Mapping[str, NewTensor],
+    module: Mapping[str, NewTensor] | None,
     shapes: Sequence[Mapping[str, Shape]],
     step: int,
     info: Mapping[str, Any] | None = None,
     ranks: int = 1,
+    degrees: tuple[int, int] = (1, 1),
+    is_first: bool = True,
 ) -> dict[str, Any]:
-    """Return what a file of model states holds; `shapes` are the parameters of each group, `info` what universal ones say."""
+    """Return what a model-parallel rank's file of model states holds; the first rank's names what is tied.
+
+    `module` is None in pipelines; `shapes` are the parameters of each group, `info` what universal ones say, `ranks` share the
+    optimizer, and `degrees` are the numbers of pipeline stages and of tensor-parallel ranks.
+    """
     state = like.meta.get("state")
     state = state if isinstance(state, Mapping) else {}
     scheduler = state.get("lr_scheduler")
     is_plain = isinstance(scheduler, dict) and all(type(k) is str and _is_plain(v) for k, v in scheduler.items())
     skipped = state.get("skipped_steps")
     return {
-        "module": dict(module),
-        "buffer_names": [n for n in like.meta.get("buffers") or () if n in module],
+        "module": None if module is None else dict(module),
+        "buffer_names": [n for n in like.meta.get("buffers") or () if n in (module or ())],
         "optimizer": None,
         "param_shapes": [{name: size(shape) for name, shape in group.items()} for group in shapes],
         "frozen_param_shapes": None,
-        "shared_params": {a: n for a, n in like.aliases.items() if n in like.arrays},
+        "shared_params": {a: n for a, n in like.aliases.items() if n in like.arrays} if is_first else {},
         "frozen_param_fragments": None,
         "lr_scheduler": scheduler if is_plain else None,
         "data_sampler": None,
@@ -132,8 +140,8 @@ def model_states(
         "skipped_steps": skipped if type(skipped) is int else 0,
         "global_steps": step,
         "dp_world_size": ranks,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": math.prod(degrees),
+        "checkpoint_parallel_dimensions": {"pp_degree": degrees[0], "tp_degree": degrees[1]},
         "ds_config": {},
         "ds_version": VERSION,
         **({} if info is None else {"universal_checkpoint_info": dict(info)}),
@@ -188,6 +196,33 @@ def partitions(
             "partition_count": [ranks] * len(groups),
             "ds_version": VERSION,
             "param_slice_mappings": [{n: _address(*at) for n, at in cut.fragments(rank).items()} for cut in cuts],
+        }
+        yield {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": VERSION}
+
+
+def partitions_of_stage3(
+    training: Training, groups: Sequence[Sequence[Mapping[str, Shape]]], dtypes: Mapping[str, str], ranks: int
+) -> Iterator[dict[str, Any]]:
+    """Go through what the optimizer's files of stage 3 hold, by rank; a group is cut into sub-groups, each one flat tensor."""
+    sizes = [sum(-(-math.prod(shape) // ranks) for shape in sub.values()) for group in groups for sub in group]
+    told = training.groups or [{}] * len(groups)
+    first = [sum(len(group) for group in groups[:g]) for g in range(len(groups) + 1)]
+    base = [{**group, "params": list(range(first[g], first[g + 1]))} for g, group in enumerate(told)]
+    for _ in range(ranks):
+        state = {}
+        for i, size in enumerate(sizes) if dtypes else ():
+            step = {} if training.step is None else {"step": new_scalar(training.step)}
+            state[i] = step | {kind: new_tensor(dtype, (size,)) for kind, dtype in dtypes.items()}
+        inner = {
+            "zero_stage": zero_stage(3),
+            "loss_scaler": Instance(
+                Global("deepspeed.runtime.fp16.loss_scaler", "LossScaler"), {"cur_scale": 1.0, "dynamic": False}
+            ),
+            "dynamic_loss_scale": False,
+            "overflow": False,
+            "partition_count": ranks,
+            "optimizer_state_dict": {"state": state, "param_groups": base},
+            "fp32_flat_groups": [new_tensor("float32", (size,)) for size in sizes],
         }
         yield {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": VERSION}
 

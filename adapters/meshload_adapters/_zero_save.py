@@ -241,6 +241,44 @@ class Save:
         return self.errors.get(file) or f"{file}: not there"
 
 
+def order_told(save: Save) -> list[list[str]] | None:
+    """Return the parameters' names in the optimizer's order, by group, where the ranks tell one order of all of them.
+
+    Tensor-parallel ranks have the same; stages follow each other, if each has its layers in their order.
+    """
+    found: list[list[str]] | None = None
+    for stage in range(save.mp // save.tp):
+        of = [_order_of(save, mp) for mp in range(stage * save.tp, (stage + 1) * save.tp)]
+        mine = of[0]
+        if mine is None or any(other != mine for other in of) or (found is not None and len(found) != len(mine)):
+            return None
+        if save.mp > save.tp and not all(_is_by_layer(group) for group in mine):
+            return None
+        known = {n for group in found or () for n in group}
+        more = [[n for n in group if n not in known] for group in mine]  # a tie is in all stages that use it
+        found = more if found is None else [a + b for a, b in zip(found, more, strict=True)]
+    return found
+
+
+def _order_of(save: Save, mp: int) -> list[list[str]] | None:
+    optimizer = next((o for (m, _), o in save.optimizers.items() if m == mp), None)
+    shapes = save.shapes.get(mp)
+    if optimizer is None or shapes is None:
+        return None
+    counts = [len(found) if type(found := g.get("params")) is list else 1 for g in optimizer.param_groups]
+    counts = counts if optimizer.stage == 3 else [1] * len(counts)
+    if sum(counts) != len(shapes):
+        return None
+    left = iter(shapes)
+    return [[name for _ in range(count) for name in next(left)] for count in counts]
+
+
+def _is_by_layer(names: Iterable[str]) -> bool:
+    """Say whether names are in the order in which a pipeline has them: ties, then its layers."""
+    numbers = [int(match[1]) if (match := LAYER_NAME.fullmatch(name)) else -1 for name in names]
+    return numbers == sorted(numbers)
+
+
 def read_save(folder: Folder, *, needs_states: bool = True) -> Save:
     """Read the headers of a tag's files: of ZeRO-3's model states one per model-parallel rank, unless weights lie in them."""
     listed = folder.names()
@@ -268,8 +306,9 @@ def read_save(folder: Folder, *, needs_states: bool = True) -> Save:
             f"{folder.name}: no file of model states (mp_rank_XX_model_states.pt or zero_pp_rank_D_mp_rank_XX_model_states.pt) "
             f"can be read: {listing(errors.values(), 3) or 'none is there'}; without the shapes in it nothing can be found"
         )
-    if any(dict_of(dict_of(f.root).get("frozen_param_fragments")) for f in states.values()):
-        read(files.shards.values())
+    for key in ("frozen_param_fragments", "buffer_names"):  # a part of the former is in each file, a copy of the latter
+        if any(dict_of(f.root).get(key) for f in states.values()):
+            read(files.shards.values())
     read(file for _, file in sorted(files.optimizers.items()))
     read(file for _, file in sorted(files.layers.items()))
     read(file for _, file in sorted(files.experts.items()))

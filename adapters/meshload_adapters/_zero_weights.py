@@ -13,6 +13,7 @@ from meshload.box import Shape
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, listing
 from meshload.naming import unwrapped
+from meshload.pieces import union
 
 from ._cuts import Declared, Rules, Shards, Whole
 from ._torch_file import Tensor, TorchFile
@@ -124,7 +125,20 @@ class Weights:
                 if why:
                     shards.lose([name], mp, why)
                 else:
-                    shards.add({name: file.array(tensor, name)}, mp)
+                    shards.add({name: self._with_copies(mp, file.array(tensor, name))}, mp)
+
+    def _with_copies(self, mp: int, array: Array) -> Array:
+        """Return a buffer with its copies, which ZeRO-3 has in the model states of each data-parallel rank."""
+        tables = [array.pieces]
+        for (other, _), name in self.save.files.shards.items():
+            file = self.save.opened.get(name)
+            if other == mp and file is not None and file is not self.save.states[mp] and name not in self.save.stale:
+                tensor = dict_of(dict_of(file.root).get("module")).get(array.name)
+                if type(tensor) is Tensor and not file.refusal(tensor):
+                    copy = file.array(tensor, array.name)
+                    if (copy.shape, copy.dtype) == (array.shape, array.dtype):
+                        tables.append(copy.pieces)
+        return replace(array, pieces=union(tables)) if len(tables) > 1 else array
 
     @cached_property
     def owned_by_stage3(self) -> Iterable[str]:
@@ -318,6 +332,7 @@ def meta_of(weights: Weights, rules: Rules, tag: str) -> dict[str, Any]:
         "step": plain(state.get("global_steps")),
         "ranks": {"pp": save.mp // save.tp, "tp": save.tp, "dp": save.dp},
         "rules": rules.name,
+        "tied": {tie: layer for layer, tie in weights.tie_of.items()},
         "buffers": sorted(weights.buffers),
         "ds_version": plain(state.get("ds_version")),
         "ds_config": plain(state.get("ds_config")),

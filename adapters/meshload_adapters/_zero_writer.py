@@ -1,0 +1,347 @@
+"""The files that an engine of a chosen topology would have saved, without payload: each rank's shards, and its partition of them.
+
+Which rank holds what is taken from the boxes of the target's mesh. How tensor-parallel ranks share their arrays is told in the
+model states, as `universal_checkpoint_info`, since shapes tell nothing (`_cuts.py`). What its words cannot say is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshload.box import Box, Shape
+from meshload.checkpoint import Checkpoint
+from meshload.errors import LayoutError, listing
+from meshload.formats import Parts
+from meshload.mesh import Mesh
+from meshload.source import LocalFolder
+from meshload.writing import lay_out, put
+
+from ._cuts import Cut, Declared, adds_up, declared_cut
+from ._torch_writer import NewTensor, dtype_of, laid_out, new_tensor
+from ._zero import dict_of
+from ._zero_files import UNIVERSAL_VERSION, Training, model_states, partitions, partitions_of_stage3, size, training_of
+from ._zero_save import LAYER_NAME
+from ._zero_weights import TIED
+
+if TYPE_CHECKING:
+    from .formats.deepspeed import DeepSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The engine that is to go on."""
+
+    stage: int
+    """Of ZeRO."""
+    is_pipeline: bool
+    """Whether its model is a PipelineModule."""
+    tied: Mapping[str, int]
+    """Tie of a pipeline -> the layer whose file holds it."""
+    sub_group_size: int
+    """Elements of a rank's partition at which ZeRO-3 begins another flat tensor."""
+    is_bf16: bool
+    cut: Declared | None
+    """What is declared of how its tensor-parallel ranks share parameters."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rank:
+    """What one model-parallel rank holds."""
+
+    stage: int
+    tp: int
+    shape_of: Mapping[str, Shape]
+
+
+def files(
+    like: Checkpoint, training: Training, groups: Sequence[Sequence[str]], parts: Parts, engine: Engine
+) -> Iterator[tuple[str, Any]]:
+    """Go through the files in the folder of a tag, with what is saved in each; `groups` are the optimizer's, in its order."""
+    pp, tp, dp = degrees_of(parts.mesh)
+    ranks, dims = _ranks(like, parts, pp, tp)
+    _check(like, training, ranks, engine)
+    if tp > 1 and like.names == "gpt_neox":
+        _check_addends(like.arrays, engine)
+    info = _universal_info(dims) if tp > 1 else None
+    dtypes = {kind: dtype_of(next(iter(like.optimizer[kind].values()))) for kind in training.kinds}
+    prefix = "bf16_" if engine.is_bf16 else ""
+    for mp, rank in enumerate(ranks):
+        held = [{n: rank.shape_of[n] for n in group if n in rank.shape_of} for group in groups]
+        cut = [_sub_groups(group, dp, engine.sub_group_size) for group in held] if engine.stage == 3 else [held]
+        module = _module(like, rank, training if engine.stage == 3 else None)
+        state = model_states(
+            like,
+            None if engine.is_pipeline else module,
+            [sub for group in cut for sub in group],
+            training.count,
+            info,
+            ranks=dp,
+            degrees=(pp, tp),
+            is_first=mp == 0,
+        )
+        if engine.stage == 3:
+            frozen = _frozen(like, rank, training, dp)
+            for d in range(dp):
+                shared = state["shared_params"] if d == 0 else {}
+                yield f"zero_pp_rank_{d}_mp_rank_{mp:02d}_model_states.pt", {**state, **frozen, "shared_params": shared}
+            roots = partitions_of_stage3(training, cut, dtypes, dp)
+        else:
+            yield f"mp_rank_{mp:02d}_model_states.pt", state
+            roots = partitions(training, held, dtypes, dp, engine.stage)
+        for d, root in enumerate(roots):
+            yield f"{prefix}zero_pp_rank_{d}_mp_rank_{mp:02d}_optim_states.pt", root
+        for layer, tensors in _layers(module, engine).items() if engine.is_pipeline else ():
+            yield f"layer_{layer:02d}-model_{rank.tp:02d}-model_states.pt", tensors
+
+
+# --- which rank holds what --------------------------------------------------------------------------------------------
+
+
+def degrees_of(mesh: Mesh) -> tuple[int, int, int]:
+    """Return how many pipeline stages, tensor-parallel and data-parallel ranks a mesh has; other axes are refused."""
+    others = {axis: n for axis, n in zip(mesh.names, mesh.sizes, strict=True) if n > 1 and axis not in ("pp", "tp", "dp")}
+    if others:
+        axes = ", ".join(f"{axis}={n}" for axis, n in others.items())
+        raise LayoutError(f"mesh: {axes}: only pp, tp and dp can be written as DeepSpeed's own files")
+    pp, tp, dp = (mesh.size_of(axis) if axis in mesh else 1 for axis in ("pp", "tp", "dp"))
+    return pp, tp, dp
+
+
+def _ranks(like: Checkpoint, parts: Parts, pp: int, tp: int) -> tuple[list[Rank], dict[str, int | None]]:
+    """Return the model-parallel ranks, stage by stage, and the dim in which those of a stage cut each array."""
+    dims: dict[str, int | None] = {}
+    if pp * tp == 1:
+        return [Rank(0, 0, {name: array.shape for name, array in like.arrays.items()})], dims
+    shapes: dict[tuple[int, int], dict[str, Shape]] = {(p, t): {} for p in range(pp) for t in range(tp)}
+    for name, array in like.arrays.items():
+        held = _boxes(name, parts)
+        stages = sorted({p for p, _ in held})
+        if len(stages) != 1:
+            what = f"stages {listing(map(str, stages))} hold it" if stages else "the mesh's ranks hold no single box of it"
+            raise LayoutError(f"{name}: {what}, which can be written as a universal checkpoint alone")
+        dims[name] = _dim(name, array.shape, [held.get((stages[0], t)) for t in range(tp)])
+        for place, box in held.items():
+            shapes[place][name] = box.shape
+    return [Rank(p, t, found) for (p, t), found in shapes.items()], dims
+
+
+def _boxes(name: str, parts: Parts) -> dict[tuple[int, int], Box]:
+    """Return the box of each model-parallel rank: (stage, tensor-parallel rank) -> box."""
+    found: dict[tuple[int, int], Box] = {}
+    for rank, box in parts.get(name, ()):
+        place = parts.mesh.coordinates(rank)
+        other = found.setdefault((place.get("pp", 0), place.get("tp", 0)), box)
+        if other != box:
+            raise LayoutError(f"{name}: the layout cuts it over dp, which ZeRO itself does; leave that to it")
+    return found
+
+
+def _dim(name: str, shape: Shape, boxes: Sequence[Box | None]) -> int | None:
+    """Return the dim that tensor-parallel ranks cut into equal parts; None where each has the whole."""
+    count = len(boxes)
+    known = [box for box in boxes if box is not None]
+    if len(known) == count:
+        cut = [d for d in range(len(shape)) if any(box.shape[d] != shape[d] for box in known)]
+        if not cut:
+            return None
+        d = cut[0]
+        even = all(box.start[d] == t * box.shape[d] and count * box.shape[d] == shape[d] for t, box in enumerate(known))
+        if cut == [d] and d < 2 and even:
+            return d
+    found = listing(("nothing" if box is None else f"{box.shape} at {box.start}" for box in boxes), 4)
+    raise LayoutError(
+        f"{name}: the {count} ranks of tp hold {found} of {shape}; DeepSpeed's own files can say that they hold all of it, or "
+        f"equal parts of dim 0 or 1, in order"
+    )
+
+
+def _check(like: Checkpoint, training: Training, ranks: Sequence[Rank], engine: Engine) -> None:
+    """Raise where such an engine could not have saved this."""
+    if engine.is_pipeline:
+        wrong = [n for n in like.arrays if not LAYER_NAME.fullmatch(n) and not TIED.fullmatch(n)]
+        if wrong:
+            raise LayoutError(
+                f"{listing(wrong, 3)}: a pipeline's arrays are called LAYER.KEY; give a naming of such names (names='gpt_neox')"
+            )
+        untold = [n for n in like.arrays if (tie := TIED.fullmatch(n)) and tie[1] not in engine.tied]
+        if untold:
+            raise LayoutError(f"{untold[0]}: which layer's file is to hold it? say it with DeepSpeed(tied={{TIE: LAYER}})")
+        if like.aliases:
+            raise LayoutError(
+                f"{listing(like.aliases, 3)} is tied to another layer, and what a pipeline calls the tie is told nowhere; "
+                f"untie it, or write a universal checkpoint"
+            )
+        if engine.stage != 1:
+            raise LayoutError(f"stage={engine.stage}: engines of pipelines have stage 1; say DeepSpeed(stage=1, pipeline=True)")
+        last = -1
+        for stage in sorted({rank.stage for rank in ranks}):
+            numbers = [int(m[1]) for rank in ranks if rank.stage == stage for m in map(LAYER_NAME.fullmatch, rank.shape_of) if m]
+            if numbers and min(numbers) <= last:
+                raise LayoutError(
+                    f"stage {stage} holds layer {min(numbers)}, an earlier one layer {last}; stages are runs of layers"
+                )
+            last = max(numbers, default=last)
+    elif any(rank.stage for rank in ranks):
+        raise LayoutError("mesh: stages are those of a PipelineModule; say DeepSpeed(stage=1, pipeline=True), or leave out pp")
+    if engine.stage == 3:
+        wide = [n for n in training.shape_of if like.arrays[n].dtype.itemsize > 4]
+        half = [n for n in training.shape_of if dtype_of(like.arrays[n]) == "float16"]
+        if wide or half:
+            why = "would not keep its bits as float32" if wide else "has a loss scale, which is told nowhere"
+            raise LayoutError(f"{(wide or half)[0]}: {like.arrays[(wide or half)[0]].dtype.name} {why}; say dtype= of another")
+
+
+def _check_addends(names: Iterable[str], engine: Engine) -> None:
+    """Raise where it is not told that GPT-NeoX's ranks have the same bias: whether each adds its own depends on its code's options.
+
+    With `gpt_j_residual` it sums what ranks have added their biases to, else it adds one to the sum
+    (https://github.com/EleutherAI/gpt-neox, `megatron/model/transformer.py`).
+    """
+    untold = [n for n in names if adds_up(n) and declared_cut(engine.cut, n) != Cut(None)]
+    if untold:
+        raise LayoutError(
+            f"{listing(untold, 2)}: GPT-NeoX's tensor-parallel ranks each add a bias of their own with gpt_j_residual, which "
+            f"cannot be written, and one of which all have copies without; where it is the latter, say it with "
+            f"cut={{'*.dense.bias': None, '*.linear2.bias': None}}, else write for tp=1"
+        )
+
+
+# --- what the files hold ----------------------------------------------------------------------------------------------
+
+
+def _module(like: Checkpoint, rank: Rank, trained: Training | None) -> dict[str, NewTensor]:
+    """Return a rank's state dict; tied names are the same tensor. What ZeRO-3 partitions has the shape [0] in it."""
+    buffers = set(like.meta.get("buffers") or ())
+    module = {}
+    for name, shape in rank.shape_of.items():
+        array = like.arrays[name]
+        is_elsewhere = trained is not None and (name in trained.shape_of or _is_frozen(like, trained, name, buffers))
+        module[name] = new_tensor(dtype_of(array), (0,) if is_elsewhere else shape)
+    return module | {alias: module[n] for alias, n in like.aliases.items() if n in module}
+
+
+def _is_frozen(like: Checkpoint, training: Training, name: str, buffers: Iterable[str]) -> bool:
+    return name not in training.shape_of and name not in buffers and like.arrays[name].dtype.kind not in "iub"
+
+
+def _frozen(like: Checkpoint, rank: Rank, training: Training, ranks: int) -> dict[str, Any]:
+    """Return what model states of ZeRO-3 say of parameters that are not trained: a rank's part of each."""
+    buffers = set(like.meta.get("buffers") or ())
+    shape_of = {n: s for n, s in rank.shape_of.items() if _is_frozen(like, training, n, buffers)}
+    if not shape_of:
+        return {}
+    parts = {n: new_tensor(dtype_of(like.arrays[n]), (-(-math.prod(s) // ranks),)) for n, s in shape_of.items()}
+    return {"frozen_param_shapes": {n: size(s) for n, s in shape_of.items()}, "frozen_param_fragments": parts}
+
+
+def _layers(module: Mapping[str, NewTensor], engine: Engine) -> dict[int, dict[str, NewTensor]]:
+    """Return the state dicts of a rank's layers."""
+    found: dict[int, dict[str, NewTensor]] = {}
+    for name, tensor in module.items():
+        tie, own = TIED.fullmatch(name), LAYER_NAME.fullmatch(name)
+        if tie:
+            found.setdefault(engine.tied[tie[1]], {})[tie[2]] = tensor
+        elif own:
+            found.setdefault(int(own[1]), {})[own[2]] = tensor
+    return dict(sorted(found.items()))
+
+
+def _sub_groups(group: Mapping[str, Shape], ranks: int, limit: int) -> list[dict[str, Shape]]:
+    """Return a group as ZeRO-3 cuts it: a flat tensor ends with the parameter by which it reaches the limit."""
+    found: list[dict[str, Shape]] = [{}]
+    count = 0
+    for name, shape in group.items():
+        if count >= limit:
+            found.append({})
+            count = 0
+        found[-1][name] = shape
+        count += -(-math.prod(shape) // ranks)
+    return found
+
+
+def _universal_info(dims: Mapping[str, int | None]) -> dict[str, Any]:
+    """Say how tensor-parallel ranks share the arrays: what is not listed is joined on dim 0."""
+    return {
+        "universal_checkpoint_version": UNIVERSAL_VERSION,
+        "tp_replicated_parameter_patterns": _patterns(dims, None),
+        "parameter_with_row_parallelism_patterns": _patterns(dims, 1),
+        "parameter_to_average_patterns": [],
+        "parameter_with_2_sub_params_cat_dim_0": [],
+        "vocabulary_parameter_patterns": [],
+    }
+
+
+MOST_NUMBERS = 3
+"""In a name, for one expression to stand for all of its numbers."""
+
+
+def _patterns(dims: Mapping[str, int | None], wanted: int | None) -> list[str]:
+    """Return regular expressions for the names that are cut in a way; one for all layers, where they are alike."""
+    alike: dict[str, list[str]] = {}
+    for name in dims:
+        alike.setdefault(re.sub(r"\d+", "0", name), []).append(name)
+    found = []
+    for names in alike.values():
+        mine = [name for name in names if dims[name] == wanted]
+        texts = re.split(r"\d+", names[0])
+        if len(mine) == len(names) > 1 and len(texts) <= MOST_NUMBERS + 1:
+            found.append(rf"{'[0-9]+'.join(map(re.escape, texts))}$")
+        else:
+            found += [rf"{re.escape(name)}$" for name in mine]
+    return found
+
+
+# --- for an engine ----------------------------------------------------------------------------------------------------
+
+
+def lay_out_engine(folder: LocalFolder, like: Checkpoint, parts: Parts, options: DeepSpeed) -> None:
+    """Lay out a checkpoint's files for the engine that a format object describes."""
+    if options.weights == "master":
+        raise LayoutError("weights='master' says what is read; to write masters as weights, convert with dtype='float32'")
+    training = training_of(like, options.step, type(options).__name__)
+    groups = _groups_for(options, like, training.shape_of)
+    if training.kinds and len(training.groups) != len(groups):
+        raise LayoutError(
+            f"optimizer: engines take the hyperparameters of their {len(groups)} groups from the file, and the source tells "
+            f"those of {len(training.groups)}; convert without optimizer=, or write a universal checkpoint, which needs none"
+        )
+    tied = {**dict_of(like.meta.get("tied")), **options.tied}
+    engine = Engine(
+        options.stage, options.pipeline, tied, options.sub_group_size, _is_bf16(options, like, training.shape_of), options.cut
+    )
+    tag = options.tag or f"global_step{training.count}"
+    for file, root in files(like, training, groups, parts, engine):
+        lay_out(folder, f"{tag}/{file}", *laid_out(root))
+    put(folder, "latest", tag.encode())
+
+
+def _is_bf16(options: DeepSpeed, like: Checkpoint, names: Iterable[str]) -> bool:
+    """Say whether the engine is one of bf16: as its weights are, or as ZeRO-3's source says, which holds masters alone."""
+    if options.bf16 is not None:
+        return options.bf16
+    told = dict_of(dict_of(like.meta.get("ds_config")).get("bf16")).get("enabled") is True
+    is_master_alone = like.format == options.name and like.meta.get("zero_stage") == 3
+    return "bfloat16" in {dtype_of(like.arrays[n]) for n in names} or (told and is_master_alone)
+
+
+def _groups_for(options: DeepSpeed, like: Checkpoint, shape_of: Mapping[str, Shape]) -> list[list[str]]:
+    """Return the parameters in the optimizer's order, by group, or refuse: a wrong order would be loaded, and be noise."""
+    told = like.meta.get("groups") if options.parameters is None else [list(options.parameters)]
+    zero = dict_of(dict_of(like.meta.get("ds_config")).get("zero_optimization"))
+    if options.parameters is None and zero.get("round_robin_gradients"):
+        told = None  # dealt out to as many ranks as there were
+    told = [[n for n in group if n not in like.arrays or like.arrays[n].size] for group in told or ()]
+    names = [n for group in told for n in group]
+    if sorted(names) != sorted(shape_of):
+        missing, more = [n for n in shape_of if n not in names], [n for n in names if n not in shape_of]
+        what = f"lacks {listing(missing, 3)}" if missing else f"names {listing(more, 3)}" if more else "names some twice"
+        why = f"what is given {what}" if options.parameters is not None else "the source does not tell it"
+        raise LayoutError(
+            f"DeepSpeed finds the optimizer's {len(shape_of)} parameters by their order, and {why}; say it with "
+            f"DeepSpeed(parameters=[name for name, _ in model.named_parameters()])"
+        )
+    return told
