@@ -32,8 +32,8 @@ _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "n
 _SIZES |= {"vocab_size": 101, "max_position_embeddings": 64}  # a vocabulary that the ranks have to pad
 CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 20000.0}}),
-    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {"tie_word_embeddings": False, "head_dim": 16}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "num_hidden_layers": 2}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": False, "head_dim": 16, "num_hidden_layers": 2}),
 }
 TRAINED = "llama"
 """The family whose optimizer goes on, too."""
@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepare(folder: Path, family: str) -> None:
     kind, keys = CONFIGS[family]
     torch.manual_seed(len(family))
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**_SIZES, **keys)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**{**_SIZES, **keys})).eval()
     ids = torch.randint(0, _SIZES["vocab_size"], (2, 12))
     with torch.no_grad():
         for parameter in model.parameters():
