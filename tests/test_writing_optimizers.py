@@ -7,13 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import meshload
 from meshload import Checkpoint, LayoutError
+from meshload.loading import with_views
+from meshload.naming import model_of
+from meshload.source import LocalFolder
 from meshload.testing import ramp, same_bits, write_checkpoint
+from meshload_adapters._distcp import read_listing
 from meshload_adapters.formats.dcp import DCP
+from meshload_adapters.formats.megatron_core import MegatronCore
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 TITAN = DCP(optimizer="optimizer", flat=True)
@@ -170,3 +176,107 @@ def test_adamw_takes_the_next_step_of_the_unbroken_run(tmp_path: Path, groups: i
     again.step(3)
     assert again.bits() == run.bits()
     assert all(key in again.bits() for key in ("0.weight.exp_avg", "0.weight.exp_avg_sq", "0.weight.step"))
+
+
+# --- megatron-core ----------------------------------------------------------------------------------------------------
+
+LLAMA = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 12}
+LLAMA |= {"vocab_size": 26, "num_key_value_heads": 2, "tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+GROUP = {**HYPER, "amsgrad": False, "maximize": False, "foreach": None}
+
+
+def trained(folder: Path, dtype: str = "float32", *, masters: bool = False, group: Mapping[str, Any] = GROUP) -> Checkpoint:
+    """Return a Llama in the midst of its training, as DeepSpeed tells of it; all values tell their places."""
+    model = model_of("hf", LLAMA)
+    assert model is not None
+    shapes = {name: model.whole_shape(line) for name, line, _ in model.arrays()}
+    kinds = ("exp_avg", "exp_avg_sq", *(("master",) if masters else ()))
+    weights = {n: ramp(n, shape, np.dtype(getattr(ml_dtypes, dtype, dtype))) for n, shape in shapes.items()}
+    found = meshload.open(write_checkpoint(folder / "weights", weights, LLAMA))
+    moments = {}
+    for kind in kinds:
+        arrays = {n: ramp(f"{kind}.{n}", shape) for n, shape in shapes.items()}
+        moments[kind] = dict(meshload.open(write_checkpoint(folder / kind, arrays, LLAMA)))
+    meta = {**found.meta, "optimizer": {"step": 7, "param_groups": [dict(group)]}}
+    return with_views(replace(found, optimizer=moments, meta=meta, views={}))
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("mesh", [None, "pp=2,tp=2"])
+@pytest.mark.parametrize(("dtype", "masters"), [("float32", False), ("bfloat16", True), ("bfloat16", False)])
+def test_megatron_core_keeps_moments_and_masters(
+    tmp_path: Path, dtype: str, masters: bool, mesh: str | None, distributed: bool
+) -> None:
+    src = trained(tmp_path, dtype, masters=masters)
+    to = MegatronCore(distributed_optimizer=distributed)
+    meshload.convert(src, tmp_path / "out", to=to, mesh=mesh, optimizer=True)
+    assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "7"
+    found = meshload.open(tmp_path / "out")
+    assert (found.problems, dict(found.unavailable), found.meta["iteration"]) == ((), {}, 7)
+    assert found.meta["optimizer"]["step"] == 7
+    assert found.meta["args"]["use_distributed_optimizer"] is distributed
+    back = found.with_names("hf")
+    expected = dict(src.optimizer)
+    if not masters and (distributed or dtype == "bfloat16"):
+        expected["master"] = {n: np.asarray(a).astype(np.float32) for n, a in src.items()}  # type: ignore[dict-item]
+    assert same_states(replace(src, optimizer=expected), back)
+    assert [n for n in src if not same_bits(back[n], src[n])] == []
+    listed = read_listing([LocalFolder(tmp_path / "out/iter_0000007").file(".metadata")])
+    key = "decoder.layers.self_attention.linear_qkv.weight"
+    chunks = [listed.tensors[at].sizes for at in (key, f"optimizer.state.exp_avg.{key}")]
+    assert chunks[0] == chunks[1]
+    assert len(chunks[0]) == (8 if mesh else 4)
+    word = "param" if distributed else "fp32_param"
+    assert (f"optimizer.state.{word}.{key}" in listed.tensors) == (distributed or dtype == "bfloat16")
+
+
+def test_megatron_cores_groups_are_those_that_megatron_looks_up(tmp_path: Path) -> None:
+    meshload.convert(trained(tmp_path), tmp_path / "out", to="megatron_core", optimizer=True)
+    optimizer = meshload.open(tmp_path / "out").meta["optimizer"]
+    assert optimizer["param_state_sharding_type"] == "fully_reshardable"
+    groups = optimizer["optimizer"]["param_groups"]
+    keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    assert [tuple(g[key] for key in keys) for g in groups] == [(1.0, 1.0, False, False), (0.0, 1.0, False, False)]
+    assert [(g["lr"], g["betas"], g["eps"], g["weight_decay"], g["step"]) for g in groups] == [
+        (0.02, (0.9, 0.95), 1e-8, 0.1, 7.0),
+        (0.02, (0.9, 0.95), 1e-8, 0.0, 7.0),
+    ]
+
+
+@pytest.mark.parametrize("golden", ["td-tp2-dp2-fp32-distopt-dpre-qwen2", "legacy-tp2-dp2-bf16-distopt"])
+def test_an_optimizer_of_megatron_goes_on_as_a_reshardable_one(tmp_path: Path, golden: str) -> None:
+    to = MegatronCore(steps=2, hyperparameters=HYPER)
+    config = {"model_type": "qwen2" if "qwen2" in golden else "llama"}
+    src = meshload.open(GOLDEN / "megatron" / golden, config=config)
+    meshload.convert(src, tmp_path / "out", to=to, mesh="tp=2", optimizer=True)
+    found = meshload.open(tmp_path / "out")
+    kinds = {kind: set(arrays) for kind, arrays in src.optimizer.items()}
+    assert {kind: set(arrays) for kind, arrays in found.optimizer.items()} == kinds
+    padded = src.meta["args"]["padded_vocab_size"]
+    for kind, arrays in src.optimizer.items():
+        for name, array in arrays.items():
+            one = found.optimizer[kind][name]
+            assert same_bits(one, array[: one.shape[0]] if array.shape[0] == padded else array), (kind, name)
+    assert found.meta["optimizer"]["step"] == 2
+
+
+def test_what_megatron_core_cannot_hold_of_an_optimizer_is_refused(tmp_path: Path) -> None:
+    src, out = trained(tmp_path), tmp_path / "out"
+    for meta, why in (
+        ({"param_groups": [GROUP]}, r"told nowhere.*MegatronCore\(steps=...\)"),
+        ({"step": 7}, "are not all told: lr, betas, eps, weight_decay lack"),
+        ({"step": 7, "param_groups": [GROUP, {**GROUP, "lr": 0.5}]}, "differ between groups in lr"),
+    ):
+        told = with_views(replace(src, meta={**src.meta, "optimizer": meta}, views={}))
+        with pytest.raises(LayoutError, match=why):
+            meshload.convert(told, out, to="megatron_core", optimizer=True)
+    with pytest.raises(LayoutError, match=r"Megatron has exp_avg_sq of all weights; of 27, .* lack it"):
+        meshload.convert(src, out, to="megatron_core", optimizer=["exp_avg"])
+    experts = meshload.open(GOLDEN / "megatron/td-ep2-fp32-moe", config={"model_type": "mixtral"})
+    with pytest.raises(LayoutError, match="another one for experts, which is not written"):
+        meshload.convert(experts, out, to="megatron_core", optimizer=True)
+    assert not out.exists()
+
+
+def test_steps_that_megatron_core_tells_are_read() -> None:
+    assert meshload.open(GOLDEN / "megatron/td-ep2-fp32-moe").meta["optimizer"]["step"] == 2

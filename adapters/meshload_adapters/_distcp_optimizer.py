@@ -19,6 +19,7 @@ from meshload.errors import LayoutError, listing
 from meshload.formats import Parts
 
 from ._distcp_files import NewEntry, chunks_of
+from ._param_groups import Group, told_groups
 from ._steps import steps_of
 from ._torch_writer import dtype_of
 
@@ -99,9 +100,6 @@ def _state(root: str, name: str, kind: str, is_flat: bool) -> tuple[str, Path]:
 
 # --- groups -----------------------------------------------------------------------------------------------------------
 
-Group = tuple[Mapping[str, Any], Sequence[str]]
-"""Hyperparameters, and the weights that they are of."""
-
 
 def _groups(groups: Sequence[Group], root: str, is_flat: bool) -> Iterator[tuple[str, Path, Any]]:
     for i, (hyper, names) in enumerate(groups):
@@ -122,7 +120,7 @@ def _groups(groups: Sequence[Group], root: str, is_flat: bool) -> Iterator[tuple
 def _grouped(like: Checkpoint, owned: Sequence[str], given: Mapping[str, Any] | None) -> list[Group]:
     """Return the groups that the source tells, with what is given besides; one of all weights where it tells none."""
     more = dict(given or {})
-    told = [({**hyper, **more}, [n for n in names if n in like.arrays]) for hyper, names in _told(like)]
+    told = [({**hyper, **more}, [n for n in names if n in like.arrays]) for hyper, names in told_groups(like)]
     found: list[Group] = [*told] or [(more, [])]
     strange = sorted(set(owned) - {n for _, names in found for n in names})
     if not strange:
@@ -133,45 +131,3 @@ def _grouped(like: Checkpoint, owned: Sequence[str], given: Mapping[str, Any] | 
             f"hyperparameters that are the same for all, with DCP(hyperparameters=...)"
         )
     return [(found[0][0], list(dict.fromkeys([*(n for _, names in found for n in names), *owned])))]
-
-
-def _told(like: Checkpoint) -> list[Group]:
-    """Return groups as DeepSpeed's and universal checkpoints tell them, without weights, or as DCP's do."""
-    optimizer, objects = like.meta.get("optimizer"), like.meta.get("objects")
-    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
-    if isinstance(groups, Sequence):
-        return [({k: v for k, v in group.items() if k != "params"}, ()) for group in groups if isinstance(group, Mapping)]
-    return _of_objects(like, objects) if isinstance(objects, Mapping) else []
-
-
-def _of_objects(like: Checkpoint, objects: Mapping[str, Any]) -> list[Group]:
-    """Read the groups of a DCP checkpoint, nested or flattened."""
-    fields: dict[str, dict[str, Any]] = {}
-    for key in objects:
-        head, found, tail = key.rpartition("param_groups.")
-        group, _, name = tail.rpartition(".")
-        if found and group and (not head or head.endswith(".")):
-            fields.setdefault(f"{head}{group}", {"": group})[name] = objects[key]
-    nested = [f for f in fields.values() if f[""].isdecimal()]
-    if nested:
-        ordered = sorted(nested, key=lambda f: int(f[""]))
-        return [({k: v for k, v in f.items() if k not in ("", "params", "param_names")}, _names(like, f)) for f in ordered]
-    groups: list[tuple[dict[str, Any], list[str]]] = []
-    for f in fields.values():
-        hyper = {k: v for k, v in f.items() if k}
-        same = next((names for told, names in groups if told == hyper), None)
-        if same is None:
-            groups.append((hyper, same := []))
-        same.append(f[""])
-    return [(hyper, _bare(like, names)) for hyper, names in groups]
-
-
-def _names(like: Checkpoint, fields: Mapping[str, Any]) -> list[str]:
-    found = fields.get("param_names", fields.get("params"))
-    return _bare(like, found) if isinstance(found, list) and all(isinstance(n, str) for n in found) else []
-
-
-def _bare(like: Checkpoint, names: Sequence[str]) -> list[str]:
-    """Return the names of weights that an optimizer's names mean: it leaves out the key under which the model was saved."""
-    heads = [head for head in ("", "model.") if all(f"{head}{n}" in like.arrays for n in names)]
-    return [f"{heads[0] if heads else ''}{n}" for n in names]

@@ -28,7 +28,9 @@ megatron-core 0.13 and 0.16. The zarr backend (before 0.13) and `fsdp_dtensor` a
 
 Written are weights, stacked where layers are alike, in chunks as the axes `tp`, `pp` and `ep` of the mesh cut them, with `args` and
 empty `_extra_state`s. Spelled for Transformer Engine unless `transformer_impl="local"`, which differs in the norms before experts.
-The vocabulary is not padded. Load it without optimizer and random state.
+The vocabulary is not padded. Load it without random state; and without optimizer, or with moments, masters and their step where
+they are converted: of the distributed optimizer as `fully_reshardable`, or of others with `distributed_optimizer=False`, in the
+folder of their iteration. An optimizer of experts is not written.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ from ._megatron_find import CORE, Save, find_save, lacking
 from ._megatron_flat import BUCKET, KINDS, PARAM_STATE, Run, buckets_of, states_of, unpacked
 from ._megatron_shards import EMBEDDING, GATED, HEAD, taken_apart
 from ._torch_file import TorchFile
+from ._zero import dict_of, scalar
 
 if TYPE_CHECKING:
     from .formats.megatron_core import MegatronCore
@@ -73,7 +76,7 @@ def checkpoint_in(folder: Folder, options: MegatronCore) -> Checkpoint:
     if save is None or save.kind != CORE or save.why:
         raise FormatError((save.why if save else "") or f"{folder.name}: has no metadata.json of megatron-core")
     _check_finished(save)
-    common, problems = _common(save.folder)
+    common, step, problems = _common(save.folder)
     args = arguments(common.get("args"))
     listed = read_listing([save.folder.file(".metadata")])
     found = find_arrays(listed, save.folder)
@@ -86,7 +89,7 @@ def checkpoint_in(folder: Folder, options: MegatronCore) -> Checkpoint:
         weights.lose(key, why)
     arrays = weights.finished()
     moments, refused = _moments(options, keys, arrays, weights, args, found, listed)
-    meta = _meta(save, common, listed, found)
+    meta = _meta(save, common, step, listed, found)
     tied = args.get("untie_embeddings_and_output_weights") is False
     return Checkpoint(
         arrays,
@@ -149,14 +152,27 @@ def _check_finished(save: Save) -> None:
         raise FormatError(f"{save.name}: is {BACKENDS.get(backend, f'of the backend {backend!r}, which is not known')}")
 
 
-def _common(folder: Folder) -> tuple[Mapping[Any, Any], list[Problem]]:
+def _common(folder: Folder) -> tuple[Mapping[Any, Any], float | None, list[Problem]]:
+    """Return what is not sharded, and how many steps the optimizer took."""
     try:
-        root = TorchFile.open(folder.file("common.pt")).root
+        file = TorchFile.open(folder.file("common.pt"))
+        root, step = file.root, _step(file, dict_of(file.root).get("optimizer"))
     except (FormatError, SourceError) as error:
-        return {}, [Problem(f"{error}; so args, and with them the model's config, are not known", file="common.pt")]
+        return {}, None, [Problem(f"{error}; so args, and with them the model's config, are not known", file="common.pt")]
     if type(root) is not dict:
-        return {}, [Problem(f"common.pt: holds {type(root).__name__}, a dict was expected", file="common.pt")]
-    return root, []
+        return {}, None, [Problem(f"common.pt: holds {type(root).__name__}, a dict was expected", file="common.pt")]
+    return root, step, []
+
+
+def _step(file: TorchFile, optimizer: Any) -> float | None:
+    """Return the steps of all parameters, of the first of several optimizers: beside its groups, or in them."""
+    found = dict_of(optimizer)
+    found = dict_of(found.get(0, found))
+    found = dict_of(found.get("optimizer", found))
+    groups = found.get("param_groups")
+    told = [dict_of(g).get("step") for g in (groups if type(groups) is list else ())]
+    told.append(dict_of(found.get("state")).get("common_step"))
+    return next((step for step in (scalar(file, one) for one in told) if step is not None), None)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -321,7 +337,7 @@ def _unstacked(key: str, array: Array, match: re.Match[str] | None) -> Iterator[
 # --- what else there is -----------------------------------------------------------------------------------------------
 
 
-def _meta(save: Save, common: Mapping[Any, Any], listed: Listing, found: Found) -> dict[str, Any]:
+def _meta(save: Save, common: Mapping[Any, Any], step: float | None, listed: Listing, found: Found) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "save": save.name,
         "iteration": plain(common.get("iteration")),
@@ -332,6 +348,8 @@ def _meta(save: Save, common: Mapping[Any, Any], listed: Listing, found: Found) 
     for name in ("content_metadata", "opt_param_scheduler", "optimizer"):
         if name in common:
             meta[name] = plain(common[name])
+    if step is not None:
+        meta["optimizer"] = {**dict_of(meta["optimizer"]), "step": step}
     strange = [key for key in found.arrays if _is_optimizers(key) and not _STATE.fullmatch(key) and not BUCKET.fullmatch(key)]
     if strange:
         meta["skipped"] = tuple(strange)

@@ -7,7 +7,7 @@ import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshload.array import Array
@@ -20,6 +20,7 @@ from meshload.writing import lay_out, put
 
 from ._distcp_files import Chunk, NewEntry, lay_out_entries
 from ._megatron_find import TRACKER
+from ._megatron_optimizer import SHARDING, NewOptimizer
 from ._megatron_shards import COLUMNS, EMBEDDING, GATED, HEAD, QKV, ROWS, UNKNOWN, Name, taken_apart
 from ._pickle import Global
 from ._pickle_writer import Instance
@@ -63,9 +64,15 @@ def model_for(config: Mapping[str, Any] | None) -> Model:
 
 
 def arguments_of(
-    model: Model, degrees: Degrees, dtype: str, *, vocabulary: int | None = None, transformer_impl: str = "local"
+    model: Model,
+    degrees: Degrees,
+    dtype: str,
+    *,
+    vocabulary: int | None = None,
+    transformer_impl: str = "local",
+    is_distributed: bool = False,
 ) -> Instance:
-    """Return `args` with what Megatron takes from a checkpoint; `vocabulary`: with its padding."""
+    """Return `args` with what Megatron takes from a checkpoint; `vocabulary`: with its padding; `is_distributed`: the optimizer."""
     config, sizes = model.config, model.sizes
     heads, groups, head = sizes["kv_heads"] * sizes["group"], sizes["kv_heads"], sizes["head_dim"]
     vocab, padded = sizes["vocab"], vocabulary or sizes["vocab"]
@@ -131,7 +138,7 @@ def arguments_of(
         "params_dtype": Global("torch", dtype),
         "bf16": dtype == "bfloat16",
         "fp16": dtype == "float16",
-        "use_distributed_optimizer": False,
+        "use_distributed_optimizer": is_distributed,
         "sequence_parallel": False,
         "data_parallel_random_init": False,
         "tokenizer_type": None,
@@ -286,13 +293,25 @@ def lay_out_logical(
     mesh: Mesh,
     iteration: int | None,
     transformer_impl: str,
+    optimizer: NewOptimizer | None = None,
+    scheduler: Mapping[str, Any] | None = None,
 ) -> None:
-    """Make a torch_dist save of weights: chunks as the ranks of the mesh hold them, each in the file of the first that does."""
+    """Make a torch_dist save: chunks as the ranks of the mesh hold them, each in the file of the first that does.
+
+    With an optimizer it is one of the iteration that the moments are of, as Megatron takes none from a `release`.
+    """
     model, degrees = model_for(config), Degrees.of(mesh)
     dtypes = {dtype_of(array) for array in arrays.values()}
     keys = _Keys(arrays, transformer_impl == "transformer_engine")
-    entries = [_stack(key, members, keys.counts(key), model, mesh) for key, members in keys.members.items()]
-    args = arguments_of(model, degrees, dtypes.pop() if len(dtypes) == 1 else "float32", transformer_impl=transformer_impl)
+    entries = keys.entries(model, mesh)
+    for kind, states in (optimizer.arrays if optimizer else {}).items():
+        stacked = _Keys(states, transformer_impl == "transformer_engine").entries(model, mesh)
+        entries += [replace(entry, key=f"optimizer.state.{kind}.{entry.key}") for entry in stacked]
+    if optimizer is not None and iteration is None:
+        iteration = optimizer.step
+    is_distributed = optimizer is not None and optimizer.is_distributed
+    dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+    args = arguments_of(model, degrees, dtype, transformer_impl=transformer_impl, is_distributed=is_distributed)
     common = {
         "args": args,
         "checkpoint_version": VERSION,
@@ -302,7 +321,10 @@ def lay_out_logical(
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
             "non_homogeneous_layers": not keys.is_stacked,
+            **({"distrib_optim_sharding_type": SHARDING} if is_distributed else {}),
         },
+        **({"optimizer": optimizer.common} if optimizer else {}),
+        **({"opt_param_scheduler": dict(scheduler)} if optimizer and scheduler else {}),
     }
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     inner = LocalFolder(folder.path / name)
@@ -342,6 +364,10 @@ class _Keys:
     def counts(self, key: str) -> Shape:
         """Return the extents of the stack."""
         return tuple(max(n) + 1 for n in zip(*(numbers for numbers, _ in self.members[key]), strict=True))
+
+    def entries(self, model: Model, mesh: Mesh) -> list[NewEntry]:
+        """Return what is stored of each key."""
+        return [_stack(key, members, self.counts(key), model, mesh) for key, members in self.members.items()]
 
     def extra_states(self) -> dict[str, Any]:
         """Return the objects that Megatron asks for beside the weights, which say nothing."""

@@ -2,7 +2,8 @@
 
 `checks_megatron_core.py CASE...`: each case is a folder with `there/release`, a torch_dist checkpoint, and `ids.npy`, tokens. A
 `GPTModel` is made as `args` in the checkpoint say, and filled by `dist_checkpointing.load`; its logits are written to `logits.npy`,
-and what `dist_checkpointing.save` makes of it to `again/iter_0000005`.
+and what `dist_checkpointing.save` makes of it to `again/iter_0000005`. Where there is a folder `plain` or `distributed`, it holds
+an optimizer of that kind, too: it is loaded, and saved to `plain_again` or `distributed_again`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import distributed, multiprocessing
+from torch.overrides import TorchFunctionMode
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of what is not installed: Transformer Engine, Apex
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.validation import StrictHandling
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random as model_parallel_random
     from megatron.core.transformer import TransformerConfig
 
@@ -52,6 +57,32 @@ def stand_in_for_cuda() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
     model_parallel_random._CUDA_RNG_STATE_TRACKER = NoGenerators()
     model_parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
+
+
+class OnTheCpu(TorchFunctionMode):
+    """Gives optimizers, which ask for "cuda" by name and for the type of CUDA's tensors, the CPU's under these names."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        found = func(*args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if func is torch.Tensor.type and isinstance(found, str) else found
+
+
+def stand_in_for_fused_adam() -> None:
+    """Let torch's Adam, which counts steps by parameter, stand in for Apex's or Transformer Engine's, which counts them by group.
+
+    `fully_reshardable` has the count of the groups, and asks a parameter's arrays for one, too: give it the one that it has.
+    """
+    plain = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def with_step(self: DistributedOptimizer, parameter: Any, arrays: dict[str, torch.Tensor]) -> None:
+        group, place = self.model_param_group_index_map[parameter]
+        held = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        plain(self, parameter, {"step": held["step"], **arrays})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = with_step  # type: ignore[method-assign]
 
 
 def config_of(args: Any) -> TransformerConfig:
@@ -132,14 +163,37 @@ def logits_of(model: GPTModel, args: Any, ids: torch.Tensor) -> torch.Tensor | N
     return torch.cat(parts, -1)[..., : args.vocab_size]
 
 
-def save(model: GPTModel, args: Any, folder: Path) -> None:
+def save(model: GPTModel, args: Any, folder: Path, **more: Any) -> None:
     if distributed.get_rank() == 0:
         folder.mkdir(parents=True)
     distributed.barrier()
     common = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
-    dist_checkpointing.save({**common, "model": model.sharded_state_dict()}, str(folder))
+    dist_checkpointing.save({**common, "model": model.sharded_state_dict(), **more}, str(folder))
     if distributed.get_rank() == 0:  # as Megatron's training does, once all is there
         (folder.parent / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
+
+
+def optimizer_of(model: GPTModel, *, is_distributed: bool) -> MegatronOptimizer:
+    """Return an Adam of other hyperparameters than any that is loaded."""
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=is_distributed)
+    options = {"optimizer": "adam", "lr": 1.0, "weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.5, "adam_eps": 1.0}
+    config = OptimizerConfig(**options, use_distributed_optimizer=is_distributed, params_dtype=torch.float32)
+    return get_megatron_optimizer(config, [DistributedDataParallel(model.config, ddp, model)])
+
+
+def go_on(args: Any, given: Path, folder: Path, *, is_distributed: bool) -> None:
+    """Load a model and its optimizer, and save both."""
+    model = model_of(args)
+    optimizer = optimizer_of(model, is_distributed=is_distributed)
+    if is_distributed:  # it asks torch's Adam for its step, which has none before the first
+        optimizer.step()
+    metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    into = {"model": model.sharded_state_dict()}
+    into["optimizer"] = optimizer.sharded_state_dict(into["model"], is_loading=True, metadata=metadata)
+    loaded = dist_checkpointing.load(into, str(given), strict=StrictHandling.RAISE_ALL)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    save(model, args, folder, optimizer=optimizer.sharded_state_dict(model.sharded_state_dict(), metadata=metadata))
 
 
 def run(rank: int, meeting: str, cases: list[str]) -> None:
@@ -147,6 +201,7 @@ def run(rank: int, meeting: str, cases: list[str]) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=TP * PP)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=TP, pipeline_model_parallel_size=PP)
     stand_in_for_cuda()
+    stand_in_for_fused_adam()
     for folder in map(Path, cases):
         given = folder / "there/release"
         args = dist_checkpointing.load_common_state_dict(str(given))["args"]
@@ -156,6 +211,10 @@ def run(rank: int, meeting: str, cases: list[str]) -> None:
         if logits is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
             np.save(folder / "logits.npy", logits.numpy())
         save(model, args, folder / f"again/iter_{ITERATION:07d}")
+        for kind in ("plain", "distributed"):
+            for optimizer in (folder / kind).glob("iter_*"):
+                with OnTheCpu():
+                    go_on(args, optimizer, folder / f"{kind}_again/iter_{ITERATION:07d}", is_distributed=kind == "distributed")
     distributed.destroy_process_group()
 
 

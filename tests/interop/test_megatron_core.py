@@ -13,11 +13,18 @@ import numpy as np
 import pytest
 
 import meshload
+from meshload.testing import same_bits
+from meshload_adapters.formats.megatron_core import MegatronCore
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     pytest.skip("needs megatron-core", allow_module_level=True)
+
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+get_state_dict = pytest.importorskip("torch.distributed.checkpoint.state_dict").get_state_dict
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning", "ignore::FutureWarning:torch")
 
 CHECKS = Path(__file__).with_name("checks_megatron_core.py")
 
@@ -25,9 +32,12 @@ _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "n
 _SIZES |= {"vocab_size": 101, "max_position_embeddings": 64}  # a vocabulary that the ranks have to pad
 CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 20000.0}}),
-    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {"tie_word_embeddings": False, "head_dim": 16}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "num_hidden_layers": 2}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": False, "head_dim": 16, "num_hidden_layers": 2}),
 }
+TRAINED = "llama"
+"""The family whose optimizer goes on, too."""
+
 TOLERANCE = 1e-5
 """Of logits up to about 2 in float32: two ranks add what one adds in another order. Seen were differences of 1e-6."""
 
@@ -38,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("megatron_core")
     for family in CONFIGS:
         prepare(root / family, family)
-    program = [sys.executable, str(CHECKS), *(str(root / family) for family in CONFIGS)]
+    program = [sys.executable, "-W", "ignore", str(CHECKS), *(str(root / family) for family in CONFIGS)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-6000:]
     return root
@@ -47,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prepare(folder: Path, family: str) -> None:
     kind, keys = CONFIGS[family]
     torch.manual_seed(len(family))
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**_SIZES, **keys)).eval()
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**{**_SIZES, **keys})).eval()
     ids = torch.randint(0, _SIZES["vocab_size"], (2, 12))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -57,6 +67,23 @@ def prepare(folder: Path, family: str) -> None:
     np.save(folder / "ids.npy", ids.numpy())
     np.save(folder / "expected.npy", logits.numpy())
     meshload.convert(folder / "hf", folder / "there", to="megatron_core", mesh="tp=2,pp=2")
+    if family == TRAINED:
+        state, optimizer = get_state_dict(model, train(model, ids))
+        dcp.save({"model": state, "optim": optimizer}, checkpoint_id=folder / "dcp", no_dist=True)
+        for kind, distributed in (("plain", False), ("distributed", True)):
+            src = meshload.open(folder / "dcp", config=folder / "hf")
+            to = MegatronCore(distributed_optimizer=distributed)
+            meshload.convert(src, folder / kind, to=to, mesh="tp=2,pp=2", optimizer=True)
+
+
+def train(model: Any, ids: Any) -> Any:
+    """Take two steps, and return the optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+    return optimizer
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -75,3 +102,28 @@ def test_what_four_ranks_save_is_converted_back_bit_for_bit(folder: Path, family
     assert saved["embedding.word_embeddings.weight"].shape == (104, 32)  # padded
     meshload.convert(saved, tmp_path / "back", to="hf", config=folder / family / "hf")
     assert meshload.verify(folder / family / "hf", tmp_path / "back").ok
+
+
+@pytest.mark.parametrize("kind", ["plain", "distributed"])
+def test_moments_masters_and_steps_go_through_megatron_core_bit_for_bit(folder: Path, kind: str) -> None:
+    config = folder / TRAINED / "hf"
+    source = meshload.open(folder / TRAINED / "dcp", config=config).with_names("hf")
+    saved = meshload.open(folder / TRAINED / f"{kind}_again", config=config)
+    assert not saved.problems
+    assert saved.meta["optimizer"]["step"] == 2
+    found = saved.with_names("hf")
+    kinds = {"exp_avg", "exp_avg_sq", *(("master",) if kind == "distributed" else ())}
+    assert set(found.optimizer) == kinds
+    for moment in kinds:
+        expected = source.optimizer.get(moment, source.arrays)
+        assert set(found.optimizer[moment]) == set(expected)
+        assert [n for n, a in expected.items() if not same_bits(found.optimizer[moment][n], a)] == []
+    assert [n for n, a in source.items() if not same_bits(found[n], a)] == []
+
+
+@pytest.mark.parametrize("kind", ["plain", "distributed"])
+def test_hyperparameters_go_through_megatron_core(folder: Path, kind: str) -> None:
+    optimizer = meshload.open(folder / TRAINED / f"{kind}_again").meta["optimizer"]
+    groups = (optimizer if kind == "plain" else optimizer["optimizer"])["param_groups"]
+    told = {(g["wd_mult"], g["lr"], tuple(g["betas"]), g["eps"], g["weight_decay"]) for g in groups}
+    assert told == {(1.0, 0.01, (0.9, 0.95), 1e-8, 0.1), (0.0, 0.01, (0.9, 0.95), 1e-8, 0.0)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError
@@ -21,7 +23,16 @@ class MegatronCore:
     transformer_impl: str | None = None
     """`local` or `transformer_engine`: the layer spec, which the order of flat optimizer states needs, and writing."""
     iteration: int | None = None
-    """When writing: the iteration's number; by default `release`, for which Megatron asks for no optimizer and no random state."""
+    """When writing: the iteration's number; by default the step of the optimizer's states or, where there are none, `release`, for
+    which Megatron asks for no optimizer and no random state."""
+    distributed_optimizer: bool = True
+    """When writing an optimizer's states: whether it is the distributed one that loads them."""
+    steps: int | None = None
+    """When writing: how many steps the moments are of, where their source does not tell it."""
+    hyperparameters: Mapping[str, Any] | None = None
+    """When writing: `lr`, `betas`, `eps` and `weight_decay`, where their source does not tell them."""
+    scheduler: Mapping[str, Any] | None = None
+    """When writing: `opt_param_scheduler`, for which Megatron's training asks, where the source is not Megatron's."""
     name = "megatron_core"
     order = 30
     naming = "megatron"
@@ -44,9 +55,13 @@ class MegatronCore:
     def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
         """Lay out a container as Megatron's ranks at the places of the mesh write it."""
         from .._megatron_files import lay_out_logical
+        from .._megatron_optimizer import optimizer_of
 
         spec = self.transformer_impl or "transformer_engine"
-        lay_out_logical(folder, like.arrays, like.config, parts.mesh, self.iteration, spec)
+        distributed, hyper = self.distributed_optimizer, self.hyperparameters
+        optimizer = optimizer_of(like, is_distributed=distributed, hyperparameters=hyper, step=self.steps)
+        scheduler = self.scheduler or like.meta.get("opt_param_scheduler")
+        lay_out_logical(folder, like.arrays, like.config, parts.mesh, self.iteration, spec, optimizer, scheduler)
 
     def commit(self, folder: LocalFolder) -> None:
         """Do nothing: `.metadata` and the tracker stand in the folder that now gets its name."""

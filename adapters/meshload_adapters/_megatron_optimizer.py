@@ -1,0 +1,109 @@
+"""An optimizer's state in a new torch_dist checkpoint: its arrays, like the weights, and what `common.pt` says of it.
+
+    optimizer.state.{exp_avg, exp_avg_sq}.KEY     both kinds
+    optimizer.state.param.KEY                     the distributed optimizer's masters, `fully_reshardable`
+    optimizer.state.fp32_param.KEY                the masters of others, where the weights are of 16 bits
+
+Megatron looks its groups up in `param_groups` by `wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`: matrices decay,
+biases and what has one dim do not. Which weights a source decayed is of no account there.
+
+Source: https://github.com/NVIDIA/Megatron-LM, `megatron/core/optimizer`, 0.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from meshload.array import Array
+from meshload.checkpoint import Checkpoint
+from meshload.errors import LayoutError, listing
+
+from ._megatron_shards import taken_apart
+from ._param_groups import told_groups
+from ._steps import told_step
+from ._torch_writer import new_scalar
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+NEEDED = ("lr", "betas", "eps", "weight_decay")
+"""Without these Adam takes no step."""
+
+FLAGS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+"""What torch's Adam keeps besides; it has defaults."""
+
+SHARDING = "fully_reshardable"
+
+
+@dataclass(frozen=True, slots=True)
+class NewOptimizer:
+    """What is to be stored."""
+
+    arrays: Mapping[str, Mapping[str, Array]]
+    """By Megatron's words for their kinds, then by the weight's name."""
+    common: Mapping[str, Any]
+    """`common.pt["optimizer"]`."""
+    step: int
+    is_distributed: bool
+
+
+def optimizer_of(
+    like: Checkpoint, *, is_distributed: bool, hyperparameters: Mapping[str, Any] | None, step: int | None
+) -> NewOptimizer | None:
+    """Return the optimizer of a checkpoint; None where it has none."""
+    if not like.optimizer:
+        return None
+    experts = [name for name in like.arrays if taken_apart(name).is_expert]
+    if experts:
+        raise LayoutError(
+            f"optimizer: Megatron has another one for experts, which is not written; experts are {listing(experts, 3)}"
+        )
+    for kind in MOMENTS:
+        lacking = [name for name in like.arrays if name not in like.optimizer.get(kind, ())]
+        if lacking:
+            raise LayoutError(
+                f"optimizer: Megatron has {kind} of all weights; of {len(like.arrays)}, {listing(lacking, 3)} lack it"
+            )
+    count = told_step(like) if step is None else step
+    if count is None:
+        raise LayoutError(
+            "optimizer: which step the moments are of is told nowhere, and Adam's next one depends on it; say it with "
+            "MegatronCore(steps=...)"
+        )
+    arrays: dict[str, Mapping[str, Array]] = {kind: _named(like.optimizer[kind]) for kind in MOMENTS}
+    is_small = any(array.dtype != np.float32 for array in like.arrays.values())
+    if is_distributed or is_small:
+        masters = like.optimizer.get("master") or {n: replace(a, dtype=np.dtype("f4"), stored=None) for n, a in like.arrays.items()}
+        arrays["param" if is_distributed else "fp32_param"] = _named(masters)
+    groups = _groups(like, hyperparameters)
+    if is_distributed:
+        groups = [{**group, "step": float(count)} for group in groups]
+        common: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": SHARDING}
+        return NewOptimizer(arrays, common, count, True)
+    common = {"state": {"common_step": new_scalar(count)}, "param_groups": groups}
+    return NewOptimizer(arrays, {"optimizer": common} if is_small else common, count, False)
+
+
+def _named(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Return arrays that are called like their weights."""
+    return {name: replace(array, name=name) for name, array in arrays.items()}
+
+
+def _groups(like: Checkpoint, given: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the group that decays, and the one that does not; a source's of Megatron as they are."""
+    told = [{**hyper, **(given or {})} for hyper, _ in told_groups(like)] or [dict(given or {})]
+    if {group.get("wd_mult") for group in told} == {0.0, 1.0}:
+        return [{key: value for key, value in group.items() if key not in ("params", "step")} for group in told]
+    found = {key: [group[key] for group in told if key in group] for key in (*NEEDED, *FLAGS)}
+    found["weight_decay"] = [w for w in found["weight_decay"] if w] or found["weight_decay"]  # a group without has no say
+    odd = {key: values for key, values in found.items() if any(value != values[0] for value in values)}
+    lacking = [key for key in NEEDED if not found[key]]
+    if odd or lacking:
+        which = f"differ between groups in {listing(odd)}" if odd else f"are not all told: {listing(lacking)} lack"
+        raise LayoutError(f"optimizer: its hyperparameters {which}; say them with MegatronCore(hyperparameters={{'lr': ...}})")
+    same = {key: values[0] for key, values in found.items() if values}
+    key = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    return [{**key, **same, "wd_mult": 1.0}, {**key, **same, "wd_mult": 0.0, "weight_decay": 0.0}]
