@@ -185,6 +185,16 @@ def test_zero3_has_weights_in_its_masters_alone(tmp_path: Path) -> None:
         meshload.convert(half, tmp_path / "out", to=DeepSpeed(stage=3), mesh="dp=2")
 
 
+def test_integers_are_in_the_model_states_of_each_rank_of_zero3(tmp_path: Path) -> None:
+    arrays = {"a": ramp("a", (3, 5)), "positions": np.arange(7)}
+    src = write_checkpoint(tmp_path / "src", arrays)
+    meshload.convert(src, tmp_path / "out", to=DeepSpeed(stage=3, parameters=["a"]), mesh="dp=3", layout="replicated")
+    files = stored(tmp_path / "out", "global_step0")
+    for rank in range(3):
+        assert same_bits(files[f"zero_pp_rank_{rank}_mp_rank_00_model_states.module.positions"], arrays["positions"])
+    assert meshload.open(tmp_path / "out").meta["buffers"] == ["positions"]
+
+
 def test_frozen_weights_and_buffers_of_zero3_are_in_the_model_states_of_each_rank(tmp_path: Path) -> None:
     src = trained(tmp_path / "src", "llama")
     frozen, buffer = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from meshload.box import Box, Shape
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError, listing
@@ -84,10 +86,11 @@ def files(
             is_first=mp == 0,
         )
         if engine.stage == 3:
-            frozen = _frozen(like, rank, training, dp)
+            whole = [n for n in rank.shape_of if not _is_partitioned(like, training, n)]
+            more = {"buffer_names": whole, **_frozen(like, rank, training, dp)}
             for d in range(dp):
                 shared = state["shared_params"] if d == 0 else {}
-                yield f"zero_pp_rank_{d}_mp_rank_{mp:02d}_model_states.pt", {**state, **frozen, "shared_params": shared}
+                yield f"zero_pp_rank_{d}_mp_rank_{mp:02d}_model_states.pt", {**state, **more, "shared_params": shared}
             roots = partitions_of_stage3(training, cut, dtypes, dp)
         else:
             yield f"mp_rank_{mp:02d}_model_states.pt", state
@@ -117,25 +120,26 @@ def _ranks(like: Checkpoint, parts: Parts, pp: int, tp: int) -> tuple[list[Rank]
     if pp * tp == 1:
         return [Rank(0, 0, {name: array.shape for name, array in like.arrays.items()})], dims
     shapes: dict[tuple[int, int], dict[str, Shape]] = {(p, t): {} for p in range(pp) for t in range(tp)}
+    everyone = np.arange(parts.mesh.size)
+    place = [parts.mesh.along(axis, everyone).tolist() if axis in parts.mesh else [0] * parts.mesh.size for axis in ("pp", "tp")]
+    places = list(zip(*place, strict=True))
     for name, array in like.arrays.items():
-        held = _boxes(name, parts)
+        held = _boxes(name, parts, places)
         stages = sorted({p for p, _ in held})
         if len(stages) != 1:
             what = f"stages {listing(map(str, stages))} hold it" if stages else "the mesh's ranks hold no single box of it"
             raise LayoutError(f"{name}: {what}, which can be written as a universal checkpoint alone")
         dims[name] = _dim(name, array.shape, [held.get((stages[0], t)) for t in range(tp)])
-        for place, box in held.items():
-            shapes[place][name] = box.shape
+        for at, box in held.items():
+            shapes[at][name] = box.shape
     return [Rank(p, t, found) for (p, t), found in shapes.items()], dims
 
 
-def _boxes(name: str, parts: Parts) -> dict[tuple[int, int], Box]:
-    """Return the box of each model-parallel rank: (stage, tensor-parallel rank) -> box."""
+def _boxes(name: str, parts: Parts, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Box]:
+    """Return the box of each model-parallel rank: (stage, tensor-parallel rank) -> box; `places` are those of all ranks."""
     found: dict[tuple[int, int], Box] = {}
     for rank, box in parts.get(name, ()):
-        place = parts.mesh.coordinates(rank)
-        other = found.setdefault((place.get("pp", 0), place.get("tp", 0)), box)
-        if other != box:
+        if found.setdefault(places[rank], box) != box:
             raise LayoutError(f"{name}: the layout cuts it over dp, which ZeRO itself does; leave that to it")
     return found
 
@@ -215,27 +219,26 @@ def _check_addends(names: Iterable[str], engine: Engine) -> None:
 
 def _module(like: Checkpoint, rank: Rank, trained: Training | None) -> dict[str, NewTensor]:
     """Return a rank's state dict; tied names are the same tensor. What ZeRO-3 partitions has the shape [0] in it."""
-    buffers = set(like.meta.get("buffers") or ())
     module = {}
     for name, shape in rank.shape_of.items():
-        array = like.arrays[name]
-        is_elsewhere = trained is not None and (name in trained.shape_of or _is_frozen(like, trained, name, buffers))
-        module[name] = new_tensor(dtype_of(array), (0,) if is_elsewhere else shape)
+        is_elsewhere = trained is not None and _is_partitioned(like, trained, name)
+        module[name] = new_tensor(dtype_of(like.arrays[name]), (0,) if is_elsewhere else shape)
     return module | {alias: module[n] for alias, n in like.aliases.items() if n in module}
 
 
-def _is_frozen(like: Checkpoint, training: Training, name: str, buffers: Iterable[str]) -> bool:
-    return name not in training.shape_of and name not in buffers and like.arrays[name].dtype.kind not in "iub"
+def _is_partitioned(like: Checkpoint, training: Training, name: str) -> bool:
+    """Say whether ZeRO-3 partitions an array: parameters, frozen ones too. Integers are none, and count as buffers."""
+    is_buffer = name in (like.meta.get("buffers") or ()) or like.arrays[name].dtype.kind in "iub"
+    return name in training.shape_of or not is_buffer
 
 
 def _frozen(like: Checkpoint, rank: Rank, training: Training, ranks: int) -> dict[str, Any]:
     """Return what model states of ZeRO-3 say of parameters that are not trained: a rank's part of each."""
-    buffers = set(like.meta.get("buffers") or ())
-    shape_of = {n: s for n, s in rank.shape_of.items() if _is_frozen(like, training, n, buffers)}
-    if not shape_of:
+    names = [n for n in rank.shape_of if n not in training.shape_of and _is_partitioned(like, training, n)]
+    if not names:
         return {}
-    parts = {n: new_tensor(dtype_of(like.arrays[n]), (-(-math.prod(s) // ranks),)) for n, s in shape_of.items()}
-    return {"frozen_param_shapes": {n: size(s) for n, s in shape_of.items()}, "frozen_param_fragments": parts}
+    parts = {n: new_tensor(dtype_of(like.arrays[n]), (-(-math.prod(rank.shape_of[n]) // ranks),)) for n in names}
+    return {"frozen_param_shapes": {n: size(rank.shape_of[n]) for n in names}, "frozen_param_fragments": parts}
 
 
 def _layers(module: Mapping[str, NewTensor], engine: Engine) -> dict[int, dict[str, NewTensor]]:
