@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -149,21 +149,26 @@ def _entry_points() -> Any:
     from importlib.metadata import Distribution, EntryPoints, entry_points  # slow to import
 
     found: dict[tuple[str, str], Any] = {}
-    for folder in (folder or "." for folder in sys.path):
-        for info in os.listdir(folder) if os.path.isdir(folder) else ():
-            if info.lower().endswith("-info") and _names_ours(path := os.path.join(folder, info)):
-                for point in Distribution.at(path).entry_points:
-                    found.setdefault((point.group, point.name), point)
+    for path in (path for folder in sys.path for path in _naming_ours(folder or ".")):
+        for point in Distribution.at(path).entry_points:
+            found.setdefault((point.group, point.name), point)
     return EntryPoints(found.values()) if found else entry_points()
 
 
-def _names_ours(info: str) -> bool:
-    """Say whether a folder of a package's metadata tells of entry points in our groups."""
+def _naming_ours(folder: str) -> Iterator[str]:
+    """Go through the packages' metadata in a folder of the path that have entry points in our groups."""
     try:
-        with open(os.path.join(info, "entry_points.txt"), "rb") as file:
-            return b"[meshload." in file.read()
+        infos = [name for name in os.listdir(folder) if name.lower().endswith("-info")]
     except OSError:
-        return False
+        return  # there is no such folder, or it is a zip file
+    for path in (os.path.join(folder, info) for info in infos):
+        try:
+            with open(os.path.join(path, "entry_points.txt"), "rb") as file:
+                is_ours = b"[meshload." in file.read()
+        except OSError:
+            continue
+        if is_ours:
+            yield path
 
 
 def installed() -> dict[str, Format]:
