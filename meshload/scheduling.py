@@ -303,7 +303,8 @@ def schedule(copies: Copies, *, merge_gap: int | None, max_bytes: int) -> Schedu
     chunks = _chunks(compact, np.flatnonzero(in_chunks))
     largest = max((UNIT_COST * c.nbytes for c in chunks), default=0)
     parts = 4 if held.any() else 2  # a range that begins in a block may reach as far behind it; some sources hold it twice
-    threads = max(1, min(NETWORK_THREADS if held.any() else THREADS, max_bytes // max(largest, parts * SMALL_BLOCK)))
+    is_far = held.any() or any(getattr(s, "is_far", False) for s in copies.sources)
+    threads = max(1, min(NETWORK_THREADS if is_far else THREADS, max_bytes // max(largest, parts * SMALL_BLOCK)))
     block = max(1, min(BLOCK, max_bytes // (parts * threads)))
     ranged = _ranges(compact, np.flatnonzero(~in_chunks), merge_gap, block)
     return Schedule(compact, *ranged, chunks, block, threads)

@@ -597,6 +597,8 @@ class ChunkedArray:
 
     store: Any
     name: str
+    is_far: bool = False
+    """Whether reading goes over a network."""
 
     @cached_property
     def chunk(self) -> Shape:

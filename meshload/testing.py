@@ -131,6 +131,10 @@ class CountedFolder:
     def kvstore(self) -> Any:
         return self.folder.kvstore
 
+    @property
+    def is_remote(self) -> bool:
+        return self.folder.is_remote
+
     def names(self, under: str = "") -> list[str]:
         return self.folder.names(under)
 

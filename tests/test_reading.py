@@ -713,6 +713,15 @@ def test_a_chunk_above_the_ceiling_is_refused_before_reading() -> None:
     assert enough.peak_bytes <= 24576
 
 
+def test_chunks_that_come_over_a_network_are_asked_for_by_many_threads() -> None:
+    store = tensorstore.open({"driver": "zarr", "kvstore": "memory://"}, create=True, dtype=np.float32, shape=(64, 64)).result()
+    far, near = (
+        plan_array(Array("w", F4, (64, 64), ChunkedArray(store, "w", is_far).pieces())).schedule.threads for is_far in (True, False)
+    )
+    assert far == meshload.scheduling.NETWORK_THREADS
+    assert near == meshload.scheduling.THREADS
+
+
 def test_fewer_threads_hold_large_chunks_under_a_low_ceiling() -> None:
     array = chunked(ramp("w", (64, 64)), (8, 64), Log())
     assert plan_array(array, max_bytes=1 << 28).schedule.threads == meshload.scheduling.THREADS

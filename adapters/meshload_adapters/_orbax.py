@@ -420,6 +420,7 @@ def _arrays(item: Folder, tree: _Tree, leaves: list[_Leaf]) -> tuple[dict[str, A
         store.path += _key(leaf.stored, item, tree)
         opening.append((leaf, ts.open(spec, kvstore=store, context=context, read=True, open=True)))
     arrays, reasons = {}, {}
+    is_far = item.is_remote
     for leaf, future in opening:
         try:
             opened = future.result()
@@ -430,7 +431,7 @@ def _arrays(item: Folder, tree: _Tree, leaves: list[_Leaf]) -> tuple[dict[str, A
         if np.dtype(opened.dtype.numpy_dtype).hasobject:
             reasons[leaf.stored] = f"its elements are {opened.dtype.name}, not numbers"
         else:
-            arrays[leaf.stored] = _array(leaf.stored, opened)
+            arrays[leaf.stored] = _array(leaf.stored, opened, is_far)
     return arrays, reasons
 
 
@@ -477,8 +478,8 @@ def _copied(item: Folder, context: Any) -> dict[str, Any]:
     return spec
 
 
-def _array(name: str, store: Any) -> Array:
-    source = ChunkedArray(store, name)
+def _array(name: str, store: Any, is_far: bool) -> Array:
+    source = ChunkedArray(store, name, is_far)
     dtype = np.dtype(store.dtype.numpy_dtype)
     if math.prod(source.grid) > CHUNK_LIMIT or source.size >= 1 << 62:
         raise FormatError(f"{name}: a shape of {source.shape} in chunks of {source.chunk} is more than any real array has")
