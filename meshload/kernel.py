@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import platform
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 from .pieces import Ints
 
 PAGE = mmap.PAGESIZE
-MOST = 1024
-"""Reads in a queue."""
+MOST = 256
+"""Reads in a queue; a system has some 65,000 for all of its processes, and more at once are no faster."""
 POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, Linux 5.14."""
 
@@ -111,16 +112,23 @@ class _Queue:
 
 _queues: list[_Queue] = []
 """Those that no thread uses just now: making one takes longer than a read, and giving it back to the kernel longer still."""
-os.register_at_fork(after_in_child=_queues.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_queues.clear)
+
+
+def _queue() -> _Queue | None:
+    """Return a queue of the thread's own; None where there is none to be had."""
+    with suppress(IndexError):
+        return _queues.pop()
+    with suppress(OSError):  # forbidden, or too many
+        return _Queue(*_NUMBERS) if _NUMBERS and _syscall else None
+    return None
 
 
 def read_cached(file: int, start: Ints, length: Ints, to: Ints) -> NDArray[np.bool_]:
     """Read those runs of a file that are in the page cache to addresses, without a call for each; say which are there in full."""
     done = np.zeros(len(start), bool)
-    try:
-        queue = _queues.pop() if _queues else _Queue(*_NUMBERS) if _NUMBERS and _syscall else None
-    except OSError:  # forbidden, or too many
-        queue = None
+    queue = _queue()
     if queue is not None:
         for a in range(0, len(start), MOST):
             b = min(a + MOST, len(start))
