@@ -29,6 +29,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(arguments.path) if arguments.path else make_checkpoint(pathlib.Path(folder) / "source")
         convert(path, pathlib.Path(arguments.out or folder), arguments.mesh)
+    if "RANK" in os.environ:
+        torch.distributed.destroy_process_group()  # else gloo's threads may abort the process as it ends
 
 
 def convert(path: pathlib.Path, out: pathlib.Path, mesh: str) -> None:

@@ -30,6 +30,7 @@ def main() -> None:
     if rank == 0:
         found = meshload.restore(out)
         print(f"{len(found)} tensors, the same: {all(torch.equal(found[name], tensor) for name, tensor in whole.items())}")
+    dist.destroy_process_group()  # else gloo's threads may abort the process as it ends
 
 
 def model() -> dict[str, torch.Tensor]:
