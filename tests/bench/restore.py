@@ -4,8 +4,9 @@
 
 FOLDER is made and kept: 122 MB a layer and 262 MB. Each run is a fresh process, which has imported its libraries before the clock
 starts; all sides of a question take turns within a round. Columns: median and least seconds, their ratio to the fastest floor (or
-the first row), CPU seconds, the peak of resident memory beside the result, bytes asked by read calls, bytes that came from the
-disk (with --cold, which drops the files from the page cache before each run), and the whole process with its imports.
+the first row), CPU seconds, the peak of resident memory beside the result, bytes asked by read calls (rows that meshload queues are
+not among them), bytes that came from the disk (with --cold, which drops the files from the page cache before each run), and the
+whole process with its imports.
 """
 
 from __future__ import annotations
