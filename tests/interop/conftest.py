@@ -10,6 +10,6 @@ from importlib.util import find_spec
 
 NEEDED = {"test_deepspeed.py": "deepspeed", "test_megatron_core.py": "megatron"}
 
-collect_ignore_glob = ["runs_*.py"]  # programs that the tests launch
+collect_ignore_glob = ["runs_*.py", "checks_*.py"]  # programs that the tests launch
 if "MESHLOAD_INTEROP" not in os.environ:
     collect_ignore_glob += [test for test, package in NEEDED.items() if find_spec(package) is None]
