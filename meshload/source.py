@@ -173,6 +173,16 @@ def open_folder(path: Any) -> Folder:
     raise FormatError(f"{text}: there is no such file or folder")
 
 
+def around(folder: Folder) -> Folder:
+    """Return the folder in which a folder lies."""
+    if isinstance(folder, LocalFolder):
+        return LocalFolder(folder.path.absolute().parent)
+    store = folder.kvstore.copy()
+    head = store.path.rstrip("/").rpartition("/")[0]
+    store.path = f"{head}/" if head else ""
+    return open_folder(store)
+
+
 def _url(store: Any) -> str:
     """Return what messages call an open store; not every store has a URL (S3 with an endpoint of its own has none)."""
     try:

@@ -54,11 +54,11 @@ from typing import TYPE_CHECKING, Any
 from meshload.array import Array
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, listing
-from meshload.source import Folder, LocalFolder, open_folder, read_bytes
+from meshload.source import Folder, around
 
 from ._dcp_find import METADATA, SUFFIX, is_checkpoint, is_megatron, rank_of, steps_in
 from ._distcp import Found, Listing, find_arrays, load_object, read_listing
-from ._json import parsed
+from ._json import read_config
 
 if TYPE_CHECKING:
     from .formats.dcp import DCP
@@ -87,7 +87,7 @@ def checkpoint_in(folder: Folder, options: DCP) -> Checkpoint:
     found = find_arrays(listed, folder)
     objects = _Objects(listed, found)
     sorted_out = _sort_out(listed, found, objects, options.model, folder.name)
-    config, problems = _config(folder)
+    config, problems = read_config(folder, JSON_LIMIT)
     meta |= {
         **listed.about,
         "metadata_files": tuple(files),
@@ -184,32 +184,10 @@ def _lacks(names: Sequence[str]) -> str:
 
 
 def _unfinished(folder: Folder, names: Sequence[str]) -> str:
-    beside = _around(folder)
+    beside = around(folder)
     whole = [n for n in steps_in(beside, beside.names()) if _metadata_files(inside := beside.inside(n), inside.names())]
     hint = f"the last complete step is {beside.inside(whole[-1]).name}" if whole else "there is no complete step beside it"
     return f"{folder.name}: the save was not finished: {_lacks(names)}; {hint}"
-
-
-def _around(folder: Folder) -> Folder:
-    if isinstance(folder, LocalFolder):
-        return LocalFolder(folder.path.absolute().parent)
-    store = folder.kvstore.copy()
-    head = store.path.rstrip("/").rpartition("/")[0]
-    store.path = f"{head}/" if head else ""
-    return open_folder(store)
-
-
-def _config(folder: Folder) -> tuple[Mapping[str, Any] | None, tuple[Problem, ...]]:
-    """Return the model's config, where one lies beside the data."""
-    if not folder.has("config.json"):
-        return None, ()
-    source = folder.file("config.json")
-    try:
-        if source.size > JSON_LIMIT:
-            raise FormatError(f"config.json: has {source.size} bytes, at most {JSON_LIMIT} were expected")
-        return parsed(read_bytes(source), "config.json"), ()
-    except FormatError as error:
-        return None, (Problem(f"{error}; the model's config is not known", file="config.json"),)
 
 
 def _problems(listed: Listing, found: Found, files: Sequence[str]) -> Iterator[Problem]:

@@ -48,7 +48,7 @@ from meshload.box import Shape
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, MeshloadError, MeshloadWarning, listing
 from meshload.pieces import table
-from meshload.source import Folder, read_bytes
+from meshload.source import Folder
 
 from ._hf_find import (
     HEADER_LIMIT,
@@ -62,7 +62,7 @@ from ._hf_find import (
     single_name,
     stem_of,
 )
-from ._json import parsed, short
+from ._json import check_files, read_config, read_object, short
 from ._safetensors import DTYPES, SHARDING, Arrays, Entry, Header, read_header, read_headers, strides_of
 
 if TYPE_CHECKING:
@@ -330,11 +330,11 @@ def _assembled(files: Sequence[str], headers: Sequence[Header]) -> _Contents:
 
 
 def _checkpoint(folder: Folder, found: _Contents, listed: Sequence[str]) -> Checkpoint:
-    config, problems = _read_config(folder)
+    config, problems = read_config(folder, CONFIG_LIMIT)
     if config is None and not problems and all(f.startswith(STEMS[1]) for f in found.files) and folder.has("params.json"):
         from ._params import config_of
 
-        config = config_of(_read_json(folder, "params.json", CONFIG_LIMIT))
+        config = config_of(read_object(folder, "params.json", CONFIG_LIMIT))
     used = {*found.files, found.index}
     meta = {
         "files": tuple(found.files),
@@ -373,32 +373,12 @@ def _warn(text: str) -> None:
 
 def _read_index(folder: Folder, index: str) -> tuple[dict[str, str], Mapping[str, Any]]:
     """Return the file of each name, and the index's metadata."""
-    found = _read_json(folder, index, HEADER_LIMIT)
+    found = read_object(folder, index, HEADER_LIMIT)
     file_of, metadata = found.get("weight_map"), found.get("metadata")
     if not isinstance(file_of, dict):
         raise FormatError(f"{index}: has no weight_map that maps names to files, found {short(file_of)}")
     for name, file in file_of.items():
         if not isinstance(file, str):
             raise FormatError(f"{index}: {name!r} is to be in a file, found {short(file)}")
-    for file, name in {file: name for name, file in file_of.items()}.items():
-        try:
-            folder.inside(file)
-        except FormatError as error:
-            raise FormatError(f"{index}: {name!r} is said to be in {file!r}, which leaves the folder: {error}") from error
+    check_files(folder, index, file_of)
     return file_of, metadata if isinstance(metadata, dict) else {}
-
-
-def _read_config(folder: Folder) -> tuple[Mapping[str, Any] | None, tuple[Problem, ...]]:
-    if not folder.has("config.json"):
-        return None, ()
-    try:
-        return _read_json(folder, "config.json", CONFIG_LIMIT), ()
-    except FormatError as error:
-        return None, (Problem(f"{error}; the model's config is not known", file="config.json"),)
-
-
-def _read_json(folder: Folder, file: str, limit: int) -> dict[str, Any]:
-    source = folder.file(file)
-    if source.size > limit:
-        raise FormatError(f"{file}: has {source.size} bytes, at most {limit} were expected")
-    return parsed(read_bytes(source), file)

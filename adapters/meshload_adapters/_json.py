@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+from meshload.checkpoint import Problem
 from meshload.errors import FormatError
+from meshload.source import Folder, read_bytes
 
 
 def parsed(raw: bytes, what: str, hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> dict[str, Any]:
@@ -30,6 +32,33 @@ def parsed(raw: bytes, what: str, hook: Callable[[list[tuple[str, Any]]], Any] |
     if not isinstance(found, dict):
         raise FormatError(f"{what}: describes one tensor without a name, expected is an object of tensors")
     return found
+
+
+def read_object(folder: Folder, file: str, limit: int) -> dict[str, Any]:
+    """Return the object in a file of at most `limit` bytes."""
+    source = folder.file(file)
+    if source.size > limit:
+        raise FormatError(f"{file}: has {source.size} bytes, at most {limit} were expected")
+    return parsed(read_bytes(source), file)
+
+
+def read_config(folder: Folder, limit: int) -> tuple[Mapping[str, Any] | None, tuple[Problem, ...]]:
+    """Return the model's config, where one lies beside the data; a damaged one is a problem, as the arrays can do without."""
+    if not folder.has("config.json"):
+        return None, ()
+    try:
+        return read_object(folder, "config.json", limit), ()
+    except FormatError as error:
+        return None, (Problem(f"{error}; the model's config is not known", file="config.json"),)
+
+
+def check_files(folder: Folder, index: str, file_of: Mapping[str, str]) -> None:
+    """Raise where an index leads out of its folder."""
+    for file, name in {file: name for name, file in file_of.items()}.items():
+        try:
+            folder.inside(file)
+        except FormatError as error:
+            raise FormatError(f"{index}: {name!r} is said to be in {file!r}, which leaves the folder: {error}") from error
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

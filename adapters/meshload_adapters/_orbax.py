@@ -56,7 +56,7 @@ import numpy as np
 from meshload.array import Array
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, MeshloadError, MeshloadWarning, listing
-from meshload.source import ChunkedArray, Folder, LocalFolder, open_folder, read_bytes
+from meshload.source import ChunkedArray, Folder, LocalFolder, around, read_bytes
 
 from ._orbax_find import OLD, STEP, TEMPORARY, TREE, VERSION_1, is_old, is_temporary, number_of, steps_in, trees_in
 from ._orbax_record import MANIFEST, refuse_stale
@@ -221,19 +221,10 @@ def _tree_lacks(tree: Folder, name: str) -> str | None:
 
 def _unfinished(folder: Folder, lacks: str) -> str:
     """Return the message about an unfinished save, with the last complete step near it."""
-    beside = _around(folder)
-    whole = _last_complete(beside) or _last_complete(_around(beside))
+    beside = around(folder)
+    whole = _last_complete(beside) or _last_complete(around(beside))
     hint = f"the last complete step is {whole}" if whole else "there is no complete step beside it"
     return f"{folder.name}: the save was not finished: {lacks}; {hint}"
-
-
-def _around(folder: Folder) -> Folder:
-    if isinstance(folder, LocalFolder):
-        return LocalFolder(folder.path.absolute().parent)
-    store = folder.kvstore.copy()
-    head = store.path.rstrip("/").rpartition("/")[0]
-    store.path = f"{head}/" if head else ""
-    return open_folder(store)
 
 
 def _last_complete(folder: Folder) -> str | None:

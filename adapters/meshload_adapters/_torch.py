@@ -42,9 +42,9 @@ from meshload.box import Shape
 from meshload.checkpoint import Checkpoint, Problem
 from meshload.errors import FormatError, MeshloadError, MeshloadWarning, SourceError, listing
 from meshload.pieces import union
-from meshload.source import Folder, read_bytes
+from meshload.source import Folder
 
-from ._json import parsed
+from ._json import check_files, read_config, read_object
 from ._params import arguments, config_of
 from ._pickle import Record
 from ._torch_file import Tensor, TorchFile
@@ -381,7 +381,7 @@ def _consolidated(folder: Folder, parts: Sequence[tuple[int, str]], embedding_di
     absent = sorted(set(range(parts[-1][0] + 1)) - {number for number, _ in parts})
     if absent:
         raise FormatError(f"{folder.name}: of the files consolidated.NN.pth, {listing(f'{n:02}' for n in absent)} are not there")
-    params = _read_json(folder, "params.json") if folder.has("params.json") else None
+    params = read_object(folder, "params.json", JSON_LIMIT) if folder.has("params.json") else None
     if params is None and count > 1 and embedding_dim is None:
         raise FormatError(
             f"{folder.name}: there is no params.json beside the {count} files; without its dim it is not known which dim of the "
@@ -512,7 +512,7 @@ def _size(params: Mapping[str, Any], field: str) -> int | None:
 
 
 def _checkpoint(folder: Folder, found: _Found, listed: Sequence[str]) -> Checkpoint:
-    config, problems = _read_config(folder)
+    config, problems = read_config(folder, JSON_LIMIT)
     if config is None and found.meta.get("params"):
         config = config_of(found.meta["params"])
     used = {*found.files, found.meta.get("index")}
@@ -548,30 +548,9 @@ def _warn(text: str) -> None:
 
 def _read_index(folder: Folder, index: str) -> tuple[dict[str, str], Mapping[str, Any]]:
     """Return the file of each name, and the index's metadata."""
-    found = _read_json(folder, index)
+    found = read_object(folder, index, JSON_LIMIT)
     file_of, metadata = found.get("weight_map"), found.get("metadata")
     if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
         raise FormatError(f"{index}: has no weight_map that maps names to files")
-    for file, name in {file: name for name, file in file_of.items()}.items():
-        try:
-            folder.inside(file)
-        except FormatError as error:
-            raise FormatError(f"{index}: {name!r} is said to be in {file!r}, which leaves the folder: {error}") from error
+    check_files(folder, index, file_of)
     return file_of, metadata if isinstance(metadata, dict) else {}
-
-
-def _read_config(folder: Folder) -> tuple[Mapping[str, Any] | None, tuple[Problem, ...]]:
-    if not folder.has("config.json"):
-        return None, ()
-    try:
-        return _read_json(folder, "config.json"), ()
-    except FormatError as error:
-        return None, (Problem(f"{error}; the model's config is not known", file="config.json"),)
-
-
-def _read_json(folder: Folder, file: str) -> dict[str, Any]:
-    """Return a JSON object; a name that stands twice in one is refused."""
-    source = folder.file(file)
-    if source.size > JSON_LIMIT:
-        raise FormatError(f"{file}: has {source.size} bytes, at most {JSON_LIMIT} were expected")
-    return parsed(read_bytes(source), file)
