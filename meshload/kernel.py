@@ -56,8 +56,8 @@ def address_of(memory: NDArray[np.uint8]) -> tuple[int, int]:
 # --- new memory -------------------------------------------------------------------------------------------------------
 
 SLOW = 1_000_000
-"""Nanoseconds that touching a huge page does not take: mostly 0.1 ms, a sixth of what its 512 plain pages take. Where the host of a
-virtual machine has taken free memory back, it takes 4 ms; plain pages come from what is left of used memory then, and seldom wait."""
+"""Nanoseconds that touching a huge page does not take: mostly 0.1 ms, a sixth of what its 512 plain pages take. Where the host of
+a virtual machine took free memory back, it takes 4 ms; plain pages come from what is left of used memory then, and seldom wait."""
 
 
 def new_memory(size: int) -> NDArray[np.uint8]:
