@@ -41,7 +41,7 @@ def read(plan: Plan, buffers: Mapping[int, Bytes], *, progress: Progress | None 
             source.check()
     schedule = plan.schedule
     work = _Work(plan, buffers)
-    done, total = 0, schedule.nbytes
+    done, total = 0, schedule.nbytes if progress else 0  # counting takes as long as naming all runs
     if progress:
         progress(0, total)
     with ThreadPoolExecutor(max_workers=schedule.threads, thread_name_prefix="meshload") as pool:
@@ -150,7 +150,7 @@ class _Work:
         if isinstance(batch, Staged):
             return self._cuts(batch)
         source = cast(ByteSource, self.sources[batch.source])
-        runs = self.schedule.straight[batch.ranges[0, 3] : batch.ranges[-1, 4]]
+        runs = batch.runs
         if len(runs) == 1:
             _, start, length, target, to = runs[0].tolist()
             step = STEP if isinstance(source, LocalFile) else length
@@ -177,7 +177,7 @@ class _Work:
         for _, start, length, first, end in batch.ranges.tolist():
             memory = self._staging(length)
             cast(ByteSource, self.sources[batch.source]).read_into(start, memory)
-            for row in self.schedule.cuts[first:end].tolist():
+            for row in batch.cuts[first:end].tolist():
                 self._cut(Cut(*row), memory, start)
             done += length
         return done
