@@ -159,6 +159,9 @@ class _Work:
                 self._touch(memory)
                 source.read_into(start + at, memory)
         elif hasattr(source, "read_runs") and (runs[1:, 1] >= runs[:-1, 1] + runs[:-1, 2]).all():
+            for target in np.unique(runs[:, 3]).tolist():
+                own = runs[runs[:, 3] == target]
+                self._touch(self.buffers[target][own[:, 4].min() : (own[:, 4] + own[:, 2]).max()])
             cast(RunSource, source).read_runs(batch.ranges, runs, self.buffers)
         else:
             plain_runs(source, batch.ranges, runs, self.buffers)

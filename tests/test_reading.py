@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import http.server
 import itertools
@@ -339,8 +338,7 @@ def test_columns_are_cut_out_of_staging_memory() -> None:
 
 def shortened(monkeypatch: pytest.MonkeyPatch, *, fails: int = 0) -> list[int]:
     """Make each read give a third of what is asked at most, or fail with an error number; return the offsets that are asked."""
-    plain, scattering, asked = os.preadv, meshload.source.preadv2, []
-    none_queued(monkeypatch)
+    plain, asked = os.preadv, []
 
     def short(descriptor: int, views: list[memoryview], at: int) -> int:
         asked.append(at)
@@ -348,17 +346,8 @@ def shortened(monkeypatch: pytest.MonkeyPatch, *, fails: int = 0) -> list[int]:
             raise OSError(fails, os.strerror(fails))
         return plain(descriptor, [views[0][: max(1, len(views[0]) // 3)]], at)
 
-    def short_runs(descriptor: int, parts: int, count: int, at: int, flags: int) -> int:
-        asked.append(at)
-        address, length = (ctypes.c_int64 * 2).from_address(parts)
-        if fails:
-            ctypes.set_errno(fails)
-            return -1
-        first = (ctypes.c_int64 * 2)(address, min(length, length // 3 + 1))
-        return int(scattering(descriptor, ctypes.addressof(first), 1, at, flags))
-
     monkeypatch.setattr(meshload.source.os, "preadv", short)
-    monkeypatch.setattr(meshload.source, "preadv2", scattering and short_runs)
+    monkeypatch.setattr(meshload.kernel, "_queue", lambda: None)
     return asked
 
 
@@ -390,7 +379,7 @@ def test_a_file_that_is_cut_while_being_read_names_file_and_range(tmp_path: Path
         np.asarray(checkpoint["w"])
 
 
-@pytest.mark.parametrize("way", ["queued", "scattered", "plain"])
+@pytest.mark.parametrize("way", ["queued", "one by one"])
 def test_rows_of_a_file_that_is_cut_while_being_read_name_file_and_range(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
@@ -398,9 +387,7 @@ def test_rows_of_a_file_that_is_cut_while_being_read_name_file_and_range(
     checkpoint = meshload.open(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 3 << 20)
     if way != "queued":
-        none_queued(monkeypatch)
-    if way == "plain":
-        monkeypatch.setattr(meshload.source, "preadv2", None)
+        monkeypatch.setattr(meshload.kernel, "_queue", lambda: None)
     with pytest.raises(
         meshload.SourceError, match=r"model.safetensors: ends at byte \d+, expected \d+; it was cut while being read"
     ):
@@ -430,14 +417,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalFile, bytes]:
     return LocalFile(file, "rows", len(data)), data
 
 
-@pytest.mark.parametrize("way", ["queued", "scattered"])
+@pytest.mark.parametrize("way", ["queued", "from the disk", "one by one"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_runs_are_those_that_are_read_one_by_one(
     rows: tuple[LocalFile, bytes], monkeypatch: pytest.MonkeyPatch, way: str, data: st.DataObject
 ) -> None:
-    if way == "scattered":
-        none_queued(monkeypatch)
+    if way == "from the disk":
+        on_disk(monkeypatch, from_byte=MiB)
+    if way == "one by one":
+        monkeypatch.setattr(meshload.kernel, "_queue", lambda: None)
     file, content = rows
     count = data.draw(st.integers(1, 1300))
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
@@ -463,11 +452,6 @@ SPREAD = (0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.1, 0.1)
 DENSE = (0.4, 0.4, 0.1, 0.1, 0, 0, 0, 0)
 
 
-def none_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no run be read by the queue of those that are in memory."""
-    monkeypatch.setattr(meshload.source, "read_cached", lambda file, start, length, to: np.zeros(len(start), bool))
-
-
 def test_runs_in_memory_are_read_by_a_queue_and_the_others_are_told(rows: tuple[LocalFile, bytes]) -> None:
     file, content = rows
     out = np.zeros(3000, np.uint8)
@@ -475,7 +459,7 @@ def test_runs_in_memory_are_read_by_a_queue_and_the_others_are_told(rows: tuple[
     length = np.asarray([1000, 500, 20, 8])
     to = out.ctypes.data + np.asarray([0, 1000, 1500, 2000])
     descriptor = os.open(file.path, os.O_RDONLY)
-    done = meshload.kernel.read_cached(descriptor, start, length, to)
+    done = meshload.kernel.read_queued(descriptor, start, length, to, cached=True)
     os.close(descriptor)
     if not done.any():
         pytest.skip("the kernel has no such queue")
@@ -504,30 +488,18 @@ def test_queues_are_used_again_and_not_by_a_forked_child(rows: tuple[LocalFile, 
     assert os.waitpid(child, 0)[1] == 0
 
 
-def on_disk(monkeypatch: pytest.MonkeyPatch, *, from_byte: int = 0) -> list[tuple[int, int]]:
+def on_disk(monkeypatch: pytest.MonkeyPatch, *, from_byte: int) -> list[tuple[int, int]]:
     """Make bytes from some offset on seem not to be in memory; return what is asked of the disk, `(start, length)`."""
-    plain, scattering, asked = os.preadv, meshload.source.preadv2, []
-    if scattering is None:
-        pytest.skip("the C library has no preadv2")
-    none_queued(monkeypatch)
+    queued, asked = meshload.kernel.read_queued, []
 
-    def noted(descriptor: int, views: list[memoryview], at: int) -> int:
-        asked.append((at, len(views[0])))
-        return plain(descriptor, views, at)
+    def told(file: int, start: Any, length: Any, to: Any, *, cached: bool) -> Any:
+        done = np.zeros(len(start), bool)
+        some = start + length <= from_byte if cached else np.ones(len(start), bool)
+        done[some] = queued(file, start[some], length[some], to[some], cached=cached)
+        return done
 
-    def noted_runs(descriptor: int, parts: int, count: int, at: int, flags: int) -> int:
-        lengths = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(parts))[1::2]
-        if flags:
-            count = int(np.searchsorted(at + lengths.cumsum(), from_byte))
-            if not count:
-                ctypes.set_errno(errno.EAGAIN)
-                return -1
-            return int(scattering(descriptor, parts, count, at, 0))
-        asked.append((at, int(lengths.sum())))
-        return int(scattering(descriptor, parts, count, at, flags))
-
-    monkeypatch.setattr(meshload.source.os, "preadv", noted)
-    monkeypatch.setattr(meshload.source, "preadv2", noted_runs)
+    monkeypatch.setattr(meshload.source, "read_queued", told)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, length, advice: asked.append((start, length)))
     return asked
 
 
@@ -556,23 +528,19 @@ def test_scattered_runs_stay_inside_their_buffers(rows: tuple[LocalFile, bytes],
         file.read_runs(merged(runs, np.zeros(2, int), MiB), np.abs(runs), {0: frozen})
 
 
-def test_interrupted_scattered_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("begun", [-1, 0, 7])
+def test_rows_that_the_queue_did_not_take_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: int) -> None:
     write_checkpoint(tmp_path, {"w": ramp("w", (600, 4096))})
-    none_queued(monkeypatch)
-    scattering, interrupted = meshload.source.preadv2, []
-    if scattering is None:
-        pytest.skip("the C library has no preadv2")
+    array, call = meshload.open(tmp_path)["w"][:, :1024], meshload.kernel._syscall
+    submit = (meshload.kernel._NUMBERS or (0, 0, 0))[2]
 
-    def often(*call: int) -> int:
-        interrupted.append(len(interrupted) % 2 == 0)
-        if interrupted[-1]:
-            ctypes.set_errno(errno.EINTR)
-            return -1
-        return int(scattering(*call))
+    def few(number: int, context: int, count: int, *rest: int) -> int:
+        if number != submit:
+            return int(call(number, context, count, *rest))
+        return int(call(number, context, begun, *rest)) if begun > 0 else begun
 
-    monkeypatch.setattr(meshload.source, "preadv2", often)
-    assert same_bits(np.asarray(meshload.open(tmp_path)["w"][:, :1024]), ramp("w", (600, 4096))[:, :1024])
-    assert any(interrupted)
+    monkeypatch.setattr(meshload.kernel, "_syscall", few)
+    assert same_bits(np.asarray(array), ramp("w", (600, 4096))[:, :1024])
 
 
 # --- the first failure ------------------------------------------------------------------------------------------------
