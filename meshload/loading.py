@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from .digests import Digest, of_slice, total
 from .errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, MissingArray, MissingPieces, listing
 from .exchange import Alone, exchange_of, read_shared, running, shared, together
 from .formats import CONFIG, Format, choose, config_in, described
-from .frameworks import Framework, Group, Placement, Slice, framework_of, is_floating
+from .frameworks import Framework, Group, Landing, Placement, Slice, Streaming, framework_of, is_floating
 from .layout import Layout
 from .mesh import Mesh
 from .naming import (
@@ -44,6 +44,9 @@ from .reading import Progress, buffers_for, read, values_of
 from .requesting import Collector, LayoutLike, all_names, missing_text, model_in, no_table, view_of
 from .source import Folder, open_folder
 from .wanting import Wanted
+
+if TYPE_CHECKING:
+    from .streaming import Stream
 
 
 @contextmanager
@@ -244,7 +247,7 @@ def restore(
         raise LayoutError(f"rank={rank!r}: a number was expected; 'all' is for plan()")
     group = _exchanging(exchange, path, mesh, rank)
 
-    def prepare() -> tuple[_Request, Digest | None, dict[int, Any]]:
+    def prepare() -> tuple[_Request, Digest | None, Stream | None, dict[int, Any]]:
         request = _request(
             path,
             mesh,
@@ -266,23 +269,27 @@ def restore(
         )
         _warn(request)
         expected = digest if digest is None or isinstance(digest, Digest) else Digest.load(digest)
-        return request, expected, buffers_for(check_limit(request.plan))
+        made = check_limit(request.plan)
+        streamed = None if expected is not None or group.size > 1 else request.stream(device)
+        return request, expected, streamed, buffers_for(made, without=() if streamed is None else streamed.away)
 
     prepared = together(group, prepare)  # all that may fail, so that no process waits for one that has raised
     assert prepared is not None
-    request, expected, buffers = prepared
+    request, expected, streamed, buffers = prepared
     made = request.plan
     if len({*shared(group, expected is None)}) > 1:
         raise LayoutError("digest=: some processes gave one and others did not; with exchange, all compare or none")
     with shown_progress(progress) as report:
         if group.size > 1:
             read_shared(made, buffers, exchange_of(made, group), progress=report)
+        elif streamed is not None:
+            streamed.run(buffers, report)
         else:
             read(made, buffers, progress=report)
     if expected is not None:
         request.check_digest(buffers, expected, group)
     request.check_ties(buffers)
-    return request.place(buffers, device)
+    return request.place(buffers, device, {} if streamed is None else streamed.landings)
 
 
 def _exchanging(exchange: bool | None, path: Any, mesh: Any, rank: int | None) -> Group:
@@ -422,8 +429,33 @@ class _Request:
                 found[name, box] = of_slice(name, values, box, target.whole)
         return found, unlike
 
-    def place(self, buffers: dict[int, Any], device: Any) -> Any:
-        """Turn filled buffers into tensors, letting go of each buffer on the way."""
+    def stream(self, device: Any) -> Stream | None:
+        """Make the tensors of devices that are filled while others are read; None where there are none.
+
+        What is chunked is decoded whole, weights that are dequantised need their scales, and ties are compared in main memory.
+        """
+        staging = self.framework.staging() if isinstance(self.framework, Streaming) else None
+        if staging is None:
+            return None
+        from .streaming import stream
+
+        targets, sources, copies = self.plan.targets, self.plan.sources, self.plan.copies
+        chunked = np.asarray([s.unit != 1 for s in sources], bool)
+        held = {*self.plan.spare, *self.scales, *self.scales.values(), *np.unique(copies.target[chunked[copies.source]]).tolist()}
+        compared = {name for pair in self.ties for name in pair}
+        landings = {}
+        for i, target in enumerate(targets):
+            if i in held or target.name in compared or not target.size:
+                continue
+            dtype = self._wanted(target) or target.dtype
+            stored = target.stored if dtype == target.dtype else None
+            landing = staging.landing(target.name, target.shape, dtype, stored, self._placement(target, device))
+            if landing is not None:
+                landings[i] = landing
+        return stream(self.plan, landings, staging) if landings else None
+
+    def place(self, buffers: dict[int, Any], device: Any, landings: Mapping[int, Landing]) -> Any:
+        """Turn filled buffers into tensors, letting go of each buffer on the way; what has landed is there."""
         by_name: dict[str, list[int]] = {}
         for i, target in enumerate(self.plan.targets):
             if i not in self.scales.values() and i not in self.plan.spare:
@@ -437,18 +469,25 @@ class _Request:
             targets = [self.plan.targets[i] for i in numbers]
             slices = []
             for i, target in zip(numbers, targets, strict=True):
-                values = self._values(i, buffers, factors)
+                values = landings[i].tensor if i in landings else self._values(i, buffers, factors)
                 slices += [Slice(r, target.box, values, target.stored) for r in target.ranks]
-            placement = self.placements.get(name) or Placement(targets[0].whole)
-            tensor = self.framework.tensor(slices, replace(placement, device=device or placement.device))
+            tensor = self.framework.tensor(slices, self._placement(targets[0], device))
             tensors[name] = tensor
             for alias in {a for i in numbers for a in aliases.get(i, ())}:
                 tensors[alias] = tensor
         return tensors if self.like is None else self.framework.like(self.like, tensors)
 
+    def _placement(self, target: Target, device: Any) -> Placement:
+        placement = self.placements.get(target.name) or Placement(target.whole)
+        return replace(placement, device=device or placement.device)
+
+    def _wanted(self, target: Target) -> np.dtype[Any] | None:
+        """Return what a target is cast to, if to anything."""
+        return self.dtypes.get(target.name) or (self.dtype if is_floating(target.dtype) else None)
+
     def _values(self, i: int, buffers: dict[int, Any], factors: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
         target: Target = self.plan.targets[i]
-        wanted = self.dtypes.get(target.name) or (self.dtype if is_floating(target.dtype) else None)
+        wanted = self._wanted(target)
         others = [buffers.pop(n) for n in self.plan.others.get(i, ())]
         values = values_of(buffers.pop(i), target, others, None if i in self.scales else wanted)
         if i in self.scales and self.dtype is not None:
