@@ -9,7 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -377,24 +377,6 @@ def hf_fixture(name: str) -> Path:
 
 
 # --- DTensor ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def pretend() -> Iterator[Callable[..., Any]]:
-    """Give DeviceMeshes of ranks that do not run: no rank ever talks to another."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def mesh(rank: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
-        distributed.init_process_group("fake", rank=rank, world_size=int(np.prod(sizes)), store=FakeStore())
-        return init_device_mesh("cpu", sizes, mesh_dim_names=names)
-
-    yield mesh
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def torch_shard(full: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor:

@@ -227,6 +227,15 @@ def test_a_module_is_filled_from_the_device(cuda: Streams, tmp_path: Path) -> No
     assert torch.equal(module.weight, torch.from_numpy(ramp("weight", (5, 3))).bfloat16())
 
 
+def test_dtensors_are_streamed_by_their_mesh(cuda: Streams, folder: Path, pretend: Callable[..., Any]) -> None:
+    mesh = pretend(1, (2,), ("tp",))
+    streamed = meshload.restore(folder, mesh=mesh, into="dtensor", device="cpu")
+    assert cuda.copied > 0
+    whole = meshload.restore(folder, mesh=mesh, into="dtensor")
+    assert [tensor.placements for tensor in streamed.values()] == [tensor.placements for tensor in whole.values()]
+    check_same(*({name: tensor.to_local() for name, tensor in found.items()} for found in (streamed, whole)))
+
+
 def test_what_is_compared_with_a_digest_is_read_whole(cuda: Streams, folder: Path) -> None:
     digest = meshload.digest(folder)
     check_same(*both(folder, digest=digest))
