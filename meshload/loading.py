@@ -36,7 +36,7 @@ from .naming import (
     tied,
     unwrapped,
 )
-from .planning import MAX_BYTES, Plan, Target, check_limit
+from .planning import MAX_BYTES, Choice, Plan, Target, check_limit
 from .planning import plan as join
 from .quantised import SCALES, blocks_of, dequantised, scale_of
 from .ranks import resolved
@@ -294,18 +294,37 @@ def restore(
 
 def _exchanging(exchange: bool | None, path: Any, mesh: Any, rank: int | None) -> Group:
     """Return the processes that share their reads; only this one where they do not."""
-    if not (exchange is None or isinstance(exchange, bool)):
-        raise LayoutError(f"exchange={exchange!r}: True, False or None was expected")
-    if exchange and rank is not None:
-        raise LayoutError("exchange=True: processes share reads where each restores its own rank; leave out rank=")
+    _check_exchange(exchange, rank)
     if exchange is False or rank is not None or (exchange is None and mesh is None):
         return Alone()
     group = running()
     if exchange and group.size == 1:
         raise LayoutError("exchange=True needs a group of processes; initialise torch.distributed or jax.distributed first")
-    if exchange is None and (group.size == 1 or isinstance(path, Checkpoint) or not _spans(mesh, group)):
-        return Alone()
-    return group if exchange or open_folder(path).is_remote else Alone()
+    return group if group.size > 1 and _choice(exchange, path, mesh, rank, group).chosen else Alone()
+
+
+def _check_exchange(exchange: Any, rank: Any) -> None:
+    if not (exchange is None or isinstance(exchange, bool)):
+        raise LayoutError(f"exchange={exchange!r}: True, False or None was expected")
+    if exchange and rank not in (None, "all"):
+        raise LayoutError("exchange=True: processes share reads where each restores its own rank; leave out rank=")
+
+
+def _choice(exchange: bool | None, path: Any, mesh: Any, rank: Any, group: Group) -> Choice:
+    """Say whether processes share their reads: those of a group, or where only one runs, those that the mesh is made for."""
+    if exchange is not None:
+        return Choice(exchange, f"exchange={exchange}")
+    if rank not in (None, "all"):
+        return Choice(False, "rank= asks for one rank's slices")
+    if mesh is None:
+        return Choice(False, "without mesh= nobody knows what others want")
+    if isinstance(path, Checkpoint):
+        return Choice(False, "an open checkpoint was given")
+    if group.size > 1 and not _spans(mesh, group):
+        return Choice(False, "mesh= has not all processes that run")
+    if open_folder(path).is_remote:
+        return Choice(True, "an object store or a network file system")
+    return Choice(False, "a local file system")
 
 
 def _spans(mesh: Any, group: Group) -> bool:
@@ -331,6 +350,7 @@ def plan(
     missing: str = "error",
     optimizer: bool = False,
     copies: str = "first",
+    exchange: bool | None = None,
     max_bytes: int | None = None,
     merge_gap: int | None = None,
 ) -> Plan:
@@ -339,7 +359,8 @@ def plan(
         raise LayoutError(f"rank={rank!r}: a number or 'all' was expected")
     if into is None and like is None and isinstance(mesh, (str, Mapping, Mesh)):
         into = "numpy"  # a plan of sizes needs no framework
-    return _request(
+    _check_exchange(exchange, rank)
+    made = _request(
         path,
         mesh,
         rank,
@@ -358,6 +379,7 @@ def plan(
         max_bytes,
         merge_gap,
     ).plan
+    return replace(made, exchange=_choice(exchange, path, mesh, rank, running()))
 
 
 @dataclass
