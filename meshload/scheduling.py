@@ -4,6 +4,17 @@ Runs that are contiguous at both ends go straight into their targets: long ones 
 the rows of a row-parallel weight, many at a time. Others are read in blocks through staging memory and cut there. Runs whose gap
 is at most `merge_gap` share a range of the source. Decoded chunks are read whole. The schedule is a value: its counts are those
 that the sources see.
+
+What is read that nobody wants follows from one number per source, its `gap`: so many unwanted bytes cost as much as one request.
+`merge_gap=` is the knob in its place: 0 reads exactly what is wanted, a large one whole ranges that are cut in memory.
+
+- Local and warm: a row costs some 0.6 us in a queue of hundreds, as much as copying some 8 KiB out of the page cache (measured on 2
+  cores). Ranges do not matter there: rows are taken one by one, and nothing that lies between them (`LocalFile.read_runs`).
+- Local and cold: a disk reads whole pages, and some 20 KiB while it finds a place; several threads have it find places while it
+  reads, so that the gap is a page (`LocalFile.gap`). Whole ranges of row-parallel weights took half as long again.
+- Over a network: a request costs as much as some hundred kilobytes (`KeyValueFile.gap`).
+
+Mapped files are no third way: reading rows of them is a fifth faster, and ends the process where another cuts the file.
 """
 
 from __future__ import annotations
