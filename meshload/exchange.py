@@ -20,7 +20,7 @@ from .pieces import Ints
 from .planning import Plan
 from .reading import Progress, read
 from .scheduling import Copies, compacted
-from .sharing import SLAB, Shared, share_out
+from .sharing import Shared, share_out
 from .source import Bytes, ByteSource, ChunkedSource, Source
 
 T = TypeVar("T")
@@ -86,8 +86,6 @@ class Exchange:
     sources: Sequence[Source | None]
     """Those of all processes; None where this one has no part in it."""
     shared: Shared
-    budget: int
-    """Bytes that a process may hold, send and take in one round, each."""
 
     @property
     def nbytes(self) -> int:
@@ -113,9 +111,9 @@ def exchange_of(plan: Plan, group: Group) -> Exchange:
         tables.append(Copies(places, **{**columns, "source": source, "target": target}))
     # slabs stay while what is sent is put together, joined and swapped; and all must mean the same rounds
     budget = max(1, min(ceiling for _, ceiling, _ in told) // 5)
-    shared = share_out(Copies.union(tables), slab=min(SLAB, budget), shareable=once)
+    shared = share_out(Copies.union(tables), budget=budget, shareable=once)
     first = sum(len(columns["source"]) for _, _, columns in told[: group.rank])
-    return Exchange(group, mine, first, [own.get(key) for key in keys], shared, budget)
+    return Exchange(group, mine, first, [own.get(key) for key in keys], shared)
 
 
 def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *, progress: Progress | None = None) -> None:
@@ -133,7 +131,7 @@ def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *,
     together(group, lambda: read(alone, buffers, progress=advance))
     total = done + handed
     held: dict[int, Bytes] = {}
-    for rows in shared.rounds(exchange.budget):
+    for rows in shared.rounds():
         sent = together(group, partial(_sent, exchange, rows, held)) or []
         taken = rows[shared.parts.target[rows] == group.rank]
         by_rank = shared.slabs[shared.slab[taken], 3]
@@ -150,13 +148,11 @@ def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *,
 def _sent(exchange: Exchange, rows: Ints, held: dict[int, Bytes]) -> list[Bytes]:
     """Read this process's slabs, and return what goes to each process, part by part, row-major.
 
-    `held` are the slabs that are there from the round before.
+    `held` are the slabs that are there from the rounds before.
     """
     shared = exchange.shared
     of_mine = rows[shared.slabs[shared.slab[rows], 3] == exchange.group.rank]
     mine = np.unique(shared.slab[of_mine]).tolist()
-    for n in held.keys() - set(mine):
-        del held[n]
     fresh = [n for n in mine if n not in held]
     with ThreadPoolExecutor(4, thread_name_prefix="meshload") as pool:
         held.update(zip(fresh, pool.map(lambda n: _read(exchange, n), fresh), strict=True))
@@ -172,6 +168,9 @@ def _sent(exchange: Exchange, rows: Ints, held: dict[int, Bytes]) -> list[Bytes]
             data[at : at + here.nbytes].view(here.dtype).reshape(here.shape)[...] = here
             at += here.nbytes
         found.append(data)
+    for n in mine:
+        if shared.last[n] <= rows[-1]:
+            del held[n]
     return found
 
 

@@ -581,6 +581,15 @@ class TestJax(RestoreSuite):
         assert meshload.restore(odd_shapes, into="jax", dtype=jnp.bfloat16)["half"].dtype == jnp.bfloat16
 
 
+def test_parts_that_are_the_same_are_told_once() -> None:
+    from meshload_adapters.frameworks.jax import _packed
+
+    a, b = np.arange(100, dtype=np.uint8), np.arange(100, dtype=np.uint8)[::-1]
+    places, data = _packed([a, b, a[:0], a.copy(), a[:50], b])
+    assert places.tolist() == [[0, 100], [100, 100], [200, 0], [0, 100], [200, 50], [100, 100]]
+    assert data.tobytes() == a.tobytes() + b.tobytes() + a[:50].tobytes()
+
+
 def shape_of(values: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
 
