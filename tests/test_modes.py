@@ -16,7 +16,7 @@ import pytest
 import tensorstore
 
 import meshload
-from meshload.array import Array
+from meshload.array import Array, concatenate
 from meshload.exchange import exchange_of, read_shared
 from meshload.pieces import piece
 from meshload.planning import Plan, plan_array
@@ -202,17 +202,28 @@ def check(values: Any, boxes: Sequence[tuple[slice, ...]], order: Sequence[int],
 
 @contextmanager
 def breaking(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[list[int]]:
-    """Let reading fail once, behind a number of reads."""
-    read_into, count, reads = LocalFile.read_into, itertools.count(), []
+    """Let reading fail once, behind a number of runs."""
+    read_into, read_runs, lock = LocalFile.read_into, LocalFile.read_runs, threading.Lock()
+    reads: list[int] = []
 
-    def torn(self: LocalFile, start: int, out: Any) -> None:
-        reads.append(start)
-        if next(count) == after:
-            raise meshload.SourceError(f"{self.name}: the cable was pulled")
+    def note(name: str, starts: list[int]) -> None:
+        with lock:
+            before = len(reads)
+            reads.extend(starts)
+            if before <= after < len(reads):
+                raise meshload.SourceError(f"{name}: the cable was pulled")
+
+    def into(self: LocalFile, start: int, out: Any) -> None:
+        note(self.name, [start])
         read_into(self, start, out)
 
+    def runs(self: LocalFile, ranges: Any, runs: Any, buffers: Any) -> None:
+        note(self.name, runs[:, 1].tolist())
+        read_runs(self, ranges, runs, buffers)
+
     with monkeypatch.context() as patched:
-        patched.setattr(LocalFile, "read_into", torn)
+        patched.setattr(LocalFile, "read_into", into)
+        patched.setattr(LocalFile, "read_runs", runs)
         yield reads
 
 
@@ -233,11 +244,26 @@ def test_a_rank_that_fails_in_the_middle_stops_all_with_its_words(
     assert after < len(reads) <= after + 8  # of 41, four a round
 
 
+def test_a_rank_that_fails_alone_stops_the_others_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each wants for itself is read in steps, as many on each rank."""
+    monkeypatch.setattr("meshload.exchange.STEP", 1 << 12)
+    array = local(ramp("w", (256, 64)), tmp_path)
+    plans = [plan_array(concatenate([array[4 * n + r : 4 * n + r + 1] for n in range(64)], 0)) for r in range(4)]
+    with breaking(monkeypatch, 1 << 20) as reads:
+        found = together(plans)
+    assert len(reads) == 256
+    assert all(same_bits(part, ramp("w", (256, 64))[r::4]) for r, part in enumerate(found))
+    with breaking(monkeypatch, 70) as reads:
+        found = together(plans)
+    assert [type(error) for error in found] == [meshload.SourceError] * 4
+    assert len(reads) <= 128  # each step is 16 rows of each rank
+
+
 def test_row_parallel_ranks_read_each_byte_once_in_many_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = ramp("w", (256, 64))
     array = local(values, tmp_path)
     plans = [plan_array(array[:, 16 * r : 16 * r + 16], max_bytes=1 << 13) for r in range(4)]
-    with breaking(monkeypatch, -1) as reads:
+    with breaking(monkeypatch, 1 << 20) as reads:
         found = together(plans)
     assert all(same_bits(part, np.ascontiguousarray(values[:, 16 * r : 16 * r + 16])) for r, part in enumerate(found))
     assert len(reads) == len(set(reads)) == 41
