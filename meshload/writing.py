@@ -273,7 +273,7 @@ class Filling:
     def of(items: Sequence[Item], targets: Targets, joined: Joined, room: int, movers: int, reading: int) -> Filling:
         """Group items, which are the first of the targets, so that each group takes `room` bytes at most."""
         count = len(items)
-        sizes = np.fromiter((t.nbytes for t in targets), np.int64, len(targets))[:count]
+        sizes = np.fromiter((_aligned(t.nbytes) for t in targets), np.int64, len(targets))[:count]
         rows = np.argsort(joined.copies.target, kind="stable")
         bounds = np.searchsorted(joined.copies.target[rows], np.arange(len(targets) + 1))
         runs = _runs(items, targets, joined, rows, bounds)

@@ -302,10 +302,9 @@ def test_a_step_is_rounded_once_to_what_is_wanted(dtype: str) -> None:
 # --- staging memory ---------------------------------------------------------------------------------------------------
 
 
-def test_staging_memory_is_allocated_once_and_stays_under_half_of_the_ceiling(cuda: Streams, folder: Path) -> None:
+def test_staging_memory_is_allocated_once_and_stays_under_the_ceiling(cuda: Streams, folder: Path) -> None:
     meshload.restore(folder, into="torch", device="cpu", max_bytes=1 << 14)
-    assert len(cuda.pinned) <= 2  # one per thread
-    assert sum(cuda.pinned) <= 1 << 13
+    assert cuda.pinned in ([1 << 11], [1 << 11] * 2)  # one per thread, an eighth of the ceiling each
     assert cuda.copied > 8 * sum(cuda.pinned)
 
 
@@ -401,6 +400,15 @@ def test_reads_stay_few_and_in_order(folder: Path) -> None:
     assert same_bits(streamed(plan), ramp("w", (512, 64)))
     assert sum(length for _, length in ((r[-2], r[-1]) for r in source.log.reads)) == 512 * 256
     assert len(source.log.reads) <= 2 * (512 * 256 // (1 << 13))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_on_cuda_itself(folder: Path, dtype: str | None) -> None:
+    whole = meshload.restore(folder, into="torch", dtype=dtype)
+    streamed = meshload.restore(folder, into="torch", dtype=dtype, device="cuda", max_bytes=1 << 16)
+    assert {tensor.device.type for tensor in streamed.values()} == {"cuda"}
+    check_same({name: tensor.cpu() for name, tensor in streamed.items()}, whole)
 
 
 def test_without_cuda_none_of_it_is_loaded(run_python: Callable[..., str], folder: Path) -> None:
