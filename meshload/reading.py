@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, cast
 
@@ -68,9 +68,9 @@ def _advance(finished: set[Future[int]], done: int, total: int, progress: Progre
     return done
 
 
-def buffers_for(plan: Plan) -> dict[int, Bytes]:
-    """Return memory for each target of a plan; zeros where it is padded."""
-    return {i: buffer_for(target) for i, target in enumerate(plan.targets)}
+def buffers_for(plan: Plan, *, without: Container[int] = ()) -> dict[int, Bytes]:
+    """Return memory for each target of a plan, but those that are named; zeros where it is padded."""
+    return {i: buffer_for(target) for i, target in enumerate(plan.targets) if i not in without}
 
 
 def buffer_for(target: Target) -> Bytes:

@@ -3,7 +3,19 @@
 Runs that are contiguous at both ends go straight into their targets: long ones in requests of their own, shorter ones, such as
 the rows of a row-parallel weight, many at a time. Others are read in blocks through staging memory and cut there. Runs whose gap
 is at most `merge_gap` share a range of the source. Decoded chunks are read whole. The schedule is a value: its counts are those
-that the sources see.
+that the sources see. It names runs part by part, as they are read or counted, since a large model has millions.
+
+What is read that nobody wants follows from one number per source, its `gap`: so many unwanted bytes cost as much as one request.
+`merge_gap=` is the knob in its place: 0 reads exactly what is wanted, a large one whole ranges that are cut in memory.
+
+- Local and warm: a row costs some 0.6 us in a queue of hundreds, as much as copying some 8 KiB out of the page cache (measured on 2
+  cores). Ranges do not matter there: rows are taken one by one, and nothing that lies between them (`LocalFile.read_runs`).
+- Local and cold: a disk reads whole pages, and some 20 to 60 KiB while it finds a place; it is asked for all ranges of a batch at once
+  and finds one while it reads others, so that the gap is a page (`LocalFile.gap`). Of row-parallel weights at tp=4 it then gave half
+  of what whole ranges take, in the same time.
+- Over a network: a request costs as much as some hundred kilobytes (`KeyValueFile.gap`).
+
+Mapped files are no third way: reading rows of them is a fifth faster, and ends the process where another cuts the file.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import http.server
 import itertools
 import json
 import math
+import mmap
 import os
 import re
 import subprocess
@@ -689,6 +690,26 @@ def test_new_memory_is_aligned_writeable_and_zero_where_it_is_padded(filled: int
     assert (buffer.nbytes, buffer.ctypes.data % 64, buffer.flags.writeable) == (itemsize << 20, 0, True)
     if filled < target.size:
         assert not buffer.any()
+
+
+@pytest.mark.parametrize("columns", [slice(None), slice(0, 1024)])
+@pytest.mark.parametrize("way", ["fast", "slow", "unknown"])
+def test_however_the_kernel_gives_pages_the_bits_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, columns: slice
+) -> None:
+    write_checkpoint(tmp_path, {"w": ramp("w", (1024, 2048))})
+    advised, advise = [], meshload.kernel._madvise
+
+    def noted(address: int, size: int, advice: int) -> int:
+        advised.append(advice)
+        return 0 if advise is None else int(advise(address, size, advice))
+
+    monkeypatch.setattr(meshload.kernel, "_madvise", None if way == "unknown" else noted)
+    monkeypatch.setattr(meshload.kernel, "SLOW", {"slow": 0}.get(way, 1 << 60))
+    assert same_bits(np.asarray(meshload.open(tmp_path)["w"][:, columns]), ramp("w", (1024, 2048))[:, columns])
+    if way != "unknown" and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        assert advised.count(mmap.MADV_HUGEPAGE) == 1
+        assert advised.count(mmap.MADV_NOHUGEPAGE) == (way == "slow")
 
 
 def test_a_shape_that_no_memory_holds_is_refused_by_name() -> None:
