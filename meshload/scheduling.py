@@ -10,9 +10,9 @@ What is read that nobody wants follows from one number per source, its `gap`: so
 
 - Local and warm: a row costs some 0.6 us in a queue of hundreds, as much as copying some 8 KiB out of the page cache (measured on 2
   cores). Ranges do not matter there: rows are taken one by one, and nothing that lies between them (`LocalFile.read_runs`).
-- Local and cold: a disk reads whole pages, and some 20 to 60 KiB while it finds a place; it is asked for all ranges of a batch at once
-  and finds one while it reads others, so that the gap is a page (`LocalFile.gap`). Of row-parallel weights at tp=4 it then gave half
-  of what whole ranges take, in the same time.
+- Local and cold: a disk reads whole pages, and some 20 to 60 KiB while it finds a place; it is asked for all ranges of a batch at
+  once and finds one while it reads others, so that the gap is a page (`LocalFile.gap`). Of row-parallel weights at tp=4 it then
+  reads half of what plain reading through the gaps does, in the same time.
 - Over a network: a request costs as much as some hundred kilobytes (`KeyValueFile.gap`).
 
 Mapped files are no third way: reading rows of them is a fifth faster, and ends the process where another cuts the file.
