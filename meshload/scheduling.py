@@ -265,8 +265,15 @@ class Schedule:
         for part in self.parts():
             nbytes += int(part.ranges[:, 2].sum() + part.staged[:, 2].sum())
             requests += len(part.ranges) + len(part.staged)
-            held = max(held, max(map(self._held_by, part.batches(self.block)), default=0))
+            held = max(held, self._held_in(part))
         return nbytes, requests, held
+
+    def _held_in(self, part: Part) -> int:
+        """Return the most that a batch of a part holds; where no source holds what it hands over, a range of it."""
+        if _holding(self.copies.sources).any():
+            return max(map(self._held_by, part.batches(self.block)), default=0)
+        several = part.ranges[:, 4] - part.ranges[:, 3] > 1
+        return max(int(part.staged[:, 2].max(initial=0)), int(part.ranges[several, 2].max(initial=0)))
 
     def _held_by(self, batch: Batch) -> int:
         """Return the memory that a batch takes while it is read."""
