@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 from .array import Array
 from .checkpoint import Checkpoint, Problem
 from .digests import Digest, Entry, sum_of_run
-from .errors import LayoutError, MeshloadError
+from .errors import LayoutError, MeshloadError, listing
 from .exchange import running, shared, together
 from .formats import Format, Indexer, choose, installed
 from .frameworks import Group
-from .loading import byte_count, in_full, open, shown_progress
+from .loading import byte_count, in_full, kinds_of, open, shown_progress, with_moments
 from .pieces import boxes, piece
 from .reading import Progress, read_array
 from .requesting import missing_arrays, model_in
 from .scheduling import UNIT_COST
 from .source import Folder, LocalFolder, blobs_of, open_folder
+from .steps import differences
 from .writing import MAX_BYTES, Filling, fill, filling, nothing, share, unit_of
 
 PART = 1 << 18
@@ -139,6 +140,7 @@ def verify(
     rtol: float = 0,
     atol: float = 0,
     names: str | None = None,
+    optimizer: bool | Sequence[str] = False,
     config: Any = None,
     max_bytes: int | None = None,
     progress: Progress | bool | None = None,
@@ -149,11 +151,14 @@ def verify(
     where both families are known (the config of one serves the other), else native ones, or as `names` says. Both are streamed;
     `max_bytes` bounds the memory, 512 MiB by default. The problems say which elements differ first, and in which files they lie.
 
+    With `optimizer`, all of the optimizer's arrays or those of the kinds that are named (`"exp_avg"`, `"master"` ...) are compared
+    too, as `optimizer.exp_avg.<name>`; and the steps, where both checkpoints tell them.
+
     Where several processes run (torch's process group, or JAX's), all call it: each compares its share, all return the same, and
     where one fails all raise.
     """
     group = running()
-    begun = together(group, lambda: _begun(a, b, rtol, atol, names, config, max_bytes))
+    begun = together(group, lambda: _begun(a, b, rtol, atol, names, optimizer, config, max_bytes))
     assert begun is not None
     _move(group, begun.todo, progress)
     for comparison, found in zip(begun.comparisons, _told(group, [c.found for c in begun.comparisons]), strict=True):
@@ -173,7 +178,16 @@ class _Begun:
     todo: Filling
 
 
-def _begun(a: Any, b: Any, rtol: float, atol: float, names: str | None, config: Any, max_bytes: int | None) -> _Begun:
+def _begun(
+    a: Any,
+    b: Any,
+    rtol: float,
+    atol: float,
+    names: str | None,
+    optimizer: bool | Sequence[str],
+    config: Any,
+    max_bytes: int | None,
+) -> _Begun:
     limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
     if not (rtol >= 0 and atol >= 0):
         raise LayoutError(f"rtol={rtol!r}, atol={atol!r}: numbers from 0 on were expected")
@@ -181,7 +195,13 @@ def _begun(a: Any, b: Any, rtol: float, atol: float, names: str | None, config: 
     if names is None and (model_in(one) is None or model_in(other) is None):
         names = "native"
     one, other = in_full(one, names), in_full(other, names)
-    problems = [*_only_in(one, other, b), *_only_in(other, one, a)]
+    kinds = kinds_of(optimizer, one, other)
+    problems = [*_only_one(kinds, one, other, b), *_only_one(kinds, other, one, a)] if kinds else []
+    if kinds:
+        problems += [Problem(text, array=name) for name, text in differences(one, other)]
+    both = [kind for kind in kinds if kind in one.optimizer and kind in other.optimizer]
+    one, other = with_moments(one, both), with_moments(other, both)
+    problems += [*_only_in(one, other, b, kinds), *_only_in(other, one, a, kinds)]
     comparing = []
     for name in (*one.arrays, *(alias for alias in one.aliases if alias in other.arrays)):
         if name in other:
@@ -233,12 +253,21 @@ def _completed(path: Any, checkpoint: Checkpoint, config: Mapping[str, Any] | No
         return checkpoint
 
 
-def _only_in(one: Checkpoint, other: Checkpoint, path: Any) -> Iterator[Problem]:
+def _only_one(kinds: Sequence[str], one: Checkpoint, other: Checkpoint, path: Any) -> Iterator[Problem]:
+    """Find the kinds of optimizer arrays that only one of two checkpoints has."""
+    for kind in kinds:
+        if kind in one.optimizer and kind not in other.optimizer:
+            held = listing(other.optimizer) or "no optimizer state"
+            yield Problem(f"{path} has none of its {len(one.optimizer[kind])} arrays, but {held}", array=f"optimizer.{kind}")
+
+
+def _only_in(one: Checkpoint, other: Checkpoint, path: Any, kinds: Sequence[str]) -> Iterator[Problem]:
     for name in one.arrays:
         if name not in other:
             yield Problem(f"it is not in {path}: {other.why_missing(name).partition(': ')[2]}", array=name)
     for name, why in one.unavailable.items():
-        yield Problem(f"it cannot be had: {why}", array=name)
+        if kinds or not name.startswith("optimizer."):
+            yield Problem(f"it cannot be had: {why}", array=name)
 
 
 def _unlike(one: Array, other: Array, *, within: bool) -> list[Problem]:
@@ -378,6 +407,7 @@ def digest(
     path: Any,
     *,
     names: str | None = None,
+    optimizer: bool | Sequence[str] = False,
     format: str | Format | None = None,
     config: Any = None,
     max_bytes: int | None = None,
@@ -386,13 +416,15 @@ def digest(
     """Read a checkpoint, and return the digest of each array; canonical names where the family is known, as `restore` has them.
 
     Two checkpoints hold the same arrays, bit for bit, where their digests are equal, whatever their formats and topologies.
-    Where several processes run, all call it, as `verify`.
+    With `optimizer`, also of the optimizer's arrays, all or some kinds, as `optimizer.exp_avg.<name>`. Where several processes run,
+    all call it, as `verify`.
     """
     group, sums = running(), _Sums()
 
     def begin() -> tuple[Checkpoint, Filling]:
         limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
         view = in_full(path if isinstance(path, Checkpoint) else open(path, format=format, config=config), names)
+        view = with_moments(view, kinds_of(optimizer, view))
         return view, filling([(_receiving(array, sums), array) for array in view.arrays.values()], max_bytes=limit)
 
     begun = together(group, begin)

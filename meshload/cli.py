@@ -169,7 +169,7 @@ def _app() -> Any:
             mesh=parse_mesh(mesh) if mesh else None,
             dtype=dtype,
             names=names,
-            optimizer="all" in optimizer or optimizer if optimizer else False,
+            optimizer=_kinds(optimizer),
             resume=resume,
             max_bytes=max_bytes,
             format=format,
@@ -216,6 +216,7 @@ def _app() -> Any:
         digest: bool = typer.Option(False, "--digest", help="Print the digest of A instead, or compare A with a digest file B."),
         output: str | None = typer.Option(None, "--output", "-o", help="Store the digest in this file."),
         names: str | None = names,
+        optimizer: list[str] | None = typer.Option(None, help="Also the optimizer's arrays of this kind, or 'all'."),  # noqa: B008
         format: str | None = format_,
         config: str | None = config,
         json: bool = as_json,
@@ -228,7 +229,7 @@ def _app() -> Any:
         from .errors import LayoutError
 
         if digest:
-            found = digested(a, names=names, format=format, config=config, progress=True)
+            found = digested(a, names=names, optimizer=_kinds(optimizer), format=format, config=config, progress=True)
             if output:
                 found.save(output)
             if b is None:
@@ -245,7 +246,7 @@ def _app() -> Any:
         elif format or output:
             raise LayoutError("--format and --output go with --digest")
         else:
-            report = verified(a, b, rtol=rtol, atol=atol, names=names, config=config, progress=True)
+            report = verified(a, b, rtol=rtol, atol=atol, names=names, optimizer=_kinds(optimizer), config=config, progress=True)
         if json:
             apart = {name: far if math.isfinite(far) else str(far) for name, far in report.apart.items()}
             _print_json(_report(report) | {"apart": apart})
@@ -258,6 +259,11 @@ def _app() -> Any:
             raise typer.Exit(1)
 
     return app
+
+
+def _kinds(optimizer: list[str] | None) -> bool | list[str]:
+    """Return which of the optimizer's arrays are meant."""
+    return "all" in optimizer or optimizer if optimizer else False
 
 
 def _report(report: Any) -> dict[str, Any]:

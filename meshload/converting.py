@@ -22,7 +22,7 @@ from .errors import LayoutError, MeshloadError, MeshloadWarning, SourceError, li
 from .exchange import running, together
 from .formats import Format, Parts, Renaming, Writer, installed
 from .frameworks import Group, framework_of, is_floating
-from .loading import as_dtype, byte_count, in_full, open, plan, shown_progress
+from .loading import as_dtype, byte_count, in_full, kinds_of, moments_of, open, plan, shown_progress
 from .mesh import Mesh
 from .ranks import launched, resolved
 from .reading import Progress
@@ -85,7 +85,7 @@ def convert(
     if not view.arrays:
         raise LayoutError(f"{src}: it holds no arrays, so there is nothing to convert")
     _tell(src, checkpoint, view)
-    like = replace(_cast(view, dtype), optimizer=_moments(view, optimizer, src))
+    like = replace(_cast(view, dtype), optimizer=moments_of(view, kinds_of(optimizer, view)))
     carried = _carried(None if isinstance(src, Checkpoint) else open_folder(src), like, dtype)
     draft = Draft(writer, local(dst), like, _parts(view, mesh, layout), resume)
     group = processes()
@@ -276,15 +276,6 @@ def _cast(view: Checkpoint, dtype: Any) -> Checkpoint:
         return array if wanted is None or not is_floating(array.dtype) else replace(array, dtype=wanted, stored=None)
 
     return replace(view, arrays={name: replace(made(a), name=name) for name, a in view.arrays.items()})
-
-
-def _moments(view: Checkpoint, optimizer: bool | Sequence[str], src: Any) -> dict[str, dict[str, Array]]:
-    """Return the optimizer's arrays that are to be laid out, by kind."""
-    kinds = [optimizer] if isinstance(optimizer, str) else list(view.optimizer) if optimizer is True else list(optimizer or ())
-    lacking = [kind for kind in kinds if kind not in view.optimizer]
-    if lacking or (optimizer and not kinds):
-        raise LayoutError(f"optimizer={optimizer!r}: {src} holds {listing(view.optimizer) or 'no optimizer state'}")
-    return {kind: {n: replace(a, name=f"optimizer.{kind}.{n}") for n, a in view.optimizer[kind].items()} for kind in kinds}
 
 
 def _parts(view: Checkpoint, mesh: Any, layout: LayoutLike) -> Parts:

@@ -190,6 +190,14 @@ def test_verify_ends_with_0_where_all_is_the_same_and_1_where_not(
     assert [p["array"] for p in found["problems"]] == ["w"]
 
 
+def test_verify_and_digest_take_the_optimizer_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    titan = GOLDEN.parent / "dcp" / "titan" / "checkpoint"
+    for options, count in (((), 6), (("--optimizer", "exp_avg"), 12), (("--optimizer", "all"), 18)):
+        assert run_json(capsys, "verify", titan, titan, *options)["arrays"] == count
+        assert len(run_json(capsys, "verify", "--digest", titan, *options)["arrays"]) == count
+    assert run(capsys, "verify", titan, titan, "--optimizer", "momentum")[0] == 2
+
+
 def test_a_digest_is_printed_stored_and_compared(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     one = write_checkpoint(tmp_path / "one", {"w": values})
