@@ -422,6 +422,6 @@ def _check_shared(items: Sequence[Item]) -> None:
     chunks = [item.array for item in items if not isinstance(item.sink, FileSink)]
     if chunks:
         raise LayoutError(
-            f"{listing(dict.fromkeys(chunks))}: several processes hold parts of one chunk, which only one can write; save to a "
-            f"format of plain files (hf), and convert that"
+            f"{listing(dict.fromkeys(chunks))}: several processes hold parts of one chunk, which only one can write; the slices "
+            f"are cut so unevenly that chunks within them would be tiny; save to a format of plain files (hf), and convert that"
         )

@@ -366,6 +366,24 @@ def check_uneven_and_empty_shards_are_saved(world: World) -> None:
         _compare(world.out / f"uneven_{to}", {name: name for name in WHOLE})
 
 
+def check_chunks_lie_within_slices_however_uneven_unless_they_are_too_many(world: World) -> None:
+    from meshload_adapters import _orbax_files
+
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    few = distribute_tensor(torch.from_numpy(WHOLE["few"]), square, [Shard(0), Shard(0)])  # of 10 elements 3, 2, 3, 2
+    meshload.save(world.out / "nested", {"few": few}, to="orbax")
+    _compare(world.out / "nested", {"few": "few"})
+    limit = _orbax_files.CHUNKS
+    _orbax_files.CHUNKS = 9
+    try:
+        with pytest.raises(meshload.LayoutError, match=r"few: several processes hold parts of one chunk.*tiny"):
+            meshload.save(world.out / "tiny", {"few": few}, to="orbax")
+    finally:
+        _orbax_files.CHUNKS = limit
+        distributed.barrier()
+    assert not [path for path in world.out.iterdir() if "tiny" in path.name]
+
+
 def check_strided_shards_of_several_boxes_are_saved(world: World) -> None:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     whole, (i, j) = torch.from_numpy(WHOLE["rows"]), divmod(world.rank, 2)

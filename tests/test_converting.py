@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,14 @@ import numpy as np
 import pytest
 
 import meshload
+from meshload import Box
 from meshload.errors import FormatError, LayoutError, LimitError, MeshloadError, MeshloadWarning, SourceError
+from meshload.formats import Parts
+from meshload.pieces import empty
+from meshload.source import LocalFolder
 from meshload.testing import ramp, read_safetensors, same_bits, write_checkpoint
 from meshload.writing import NOTE, staging_of
+from meshload_adapters._orbax_files import chunks
 from meshload_adapters.formats.hf import HuggingFace
 from meshload_adapters.formats.orbax import Orbax
 
@@ -326,6 +333,24 @@ def test_an_uneven_dim_is_cut_as_the_mesh_cuts_it(tmp_path: Path) -> None:
     array = meshload.open(tmp_path / "orbax")["w"]
     assert array.pieces.shape.tolist() == [[4, 7], [4, 7], [4, 7], [1, 7]]
     assert same_bits(array, ramp("w", (13, 7)))
+
+
+def test_cuts_that_only_tiny_chunks_would_fit_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_checkpoint(tmp_path / "src", {"w": ramp("w", (10, 7))})
+    for limit, count in ((10, 10), (9, 1)):  # of 10 rows ranks have 3, 2, 3, 2
+        monkeypatch.setattr("meshload_adapters._orbax_files.CHUNKS", limit)
+        parts = Parts({"w": [(r, Box((at, 0), (n, 7))) for r, (at, n) in enumerate([(0, 3), (3, 2), (5, 3), (8, 2)])]})
+        folder = LocalFolder(tmp_path / str(limit))
+        Orbax().create(folder, meshload.open(path), parts)
+        assert len(Orbax().open(folder)["w"].pieces) == count
+
+
+def test_chunks_are_the_largest_of_which_every_part_is_made_whole() -> None:
+    for n in range(1, 11):
+        for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, n), k) for k in range(4)):
+            parts = [(r, Box((0, low), (5, high - low))) for r, (low, high) in enumerate(pairwise((0, *cuts, n)))]
+            found = chunks(meshload.Array("w", np.dtype("f4"), (5, n), empty(2)), parts)
+            assert found == (5, max(c for c in range(1, n + 1) if all(cut % c == 0 for cut in cuts)))
 
 
 def test_without_a_mesh_chunks_are_along_the_first_dims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
