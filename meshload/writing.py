@@ -227,6 +227,15 @@ def lay_out(folder: LocalFolder, file: str, head: bytes | Iterable[tuple[int, by
         raise _said(error, file, f"laying out {size} bytes") from error
 
 
+def remove(folder: LocalFolder, files: Iterable[str]) -> None:
+    """Remove files that were written and are of no use."""
+    for file in files:
+        try:
+            os.unlink(folder.path / file)
+        except OSError as error:
+            raise _said(error, file, "removing it") from error
+
+
 # --- filling ----------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorstore
 
 import meshload
 from meshload import Box
@@ -638,6 +639,35 @@ def test_a_killed_conversion_publishes_nothing_and_is_resumed(larger: Path, to: 
     meshload.convert(larger, target, to=to, resume=True, **options)
     assert os.listdir(tmp_path) == ["out"]
     assert NOTE not in os.listdir(target)
+    assert different(bits_of(target), bits_of(larger)) == []
+
+
+def referred(folder: Path) -> set[str]:
+    """Return the files that the versions of an OCDBT database refer to, as TensorStore shows it."""
+    store = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
+    told = tensorstore.ocdbt.dump(store).result()
+    files, places = set(), [version["root"]["location"] for version in told["versions"]]
+    assert not told["version_tree_nodes"]
+    while places:
+        kind, base, file, *_ = (place := places.pop()).split(":")
+        files.add(base + file)
+        for entry in tensorstore.ocdbt.dump(store, place).result()["entries"] if kind == "btreenode" else ():
+            places += [entry[key] for key in ("location", "indirect_value") if key in entry]
+    return files
+
+
+def test_what_a_killed_conversion_left_is_not_published(larger: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    assert converting(larger, target, "orbax", kill=0.4, max_bytes=1 << 20).returncode == -signal.SIGKILL
+    (staging_of(target) / "d" / "0123456789abcdef").write_bytes(b"what no commit knows of")
+    meshload.convert(larger, target, to="orbax", resume=True)
+    files = {f"d/{path.name}" for path in (target / "d").iterdir()}
+    assert files == referred(target)
+    assert different(bits_of(target), bits_of(larger)) == []
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{target}/"}).result()
+    for i in range(20):  # others may go on with the database
+        store.write(f"more/{i}", bytes(1000)).result()
+    assert len(store.list().result()) == 2 * 16 + 20
     assert different(bits_of(target), bits_of(larger)) == []
 
 
