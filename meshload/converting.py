@@ -171,6 +171,12 @@ class Draft:
         All have read the empty files before anybody writes into them: a file that changes while it is opened is refused.
         """
 
+        def joined() -> Filling:
+            pairs = self.pairs(view)
+            if group.rank == 0:
+                tell_bytes([stored for made, stored in pairs if made.stored != stored.stored], self.writer, stacklevel=5)
+            return filling(pairs, max_bytes=max_bytes)
+
         def attempt(todo: Filling) -> None:
             try:
                 move(todo)
@@ -187,7 +193,7 @@ class Draft:
             publish(self.staging, self.target)
 
         try:
-            todo = together(group, lambda: filling(self.pairs(view), max_bytes=max_bytes))
+            todo = together(group, joined)
             assert todo is not None
             together(group, lambda: attempt(todo))
         except MeshloadError as error:
@@ -246,6 +252,14 @@ def _view(checkpoint: Checkpoint, writer: Writer, names: str | None) -> Checkpoi
             f"config does not say which is meant; give it in config= (MaxText's scan_layers is such a key)"
         )
     return view
+
+
+def tell_bytes(arrays: Sequence[Array], format: Format, *, stacklevel: int) -> None:
+    """Warn of arrays whose dtype a format has no word for, so that it shows bytes."""
+    if any(array.stored for array in arrays):
+        said = listing(f"{array.name} ({array.stored})" for array in arrays if array.stored)
+        text = f"{format.name} has no dtype for {said}; their bits are kept, and its readers find bytes, uint8"
+        warnings.warn(text, MeshloadWarning, stacklevel=stacklevel + 1)
 
 
 def _tell(src: Any, checkpoint: Checkpoint, view: Checkpoint) -> None:

@@ -70,6 +70,8 @@ class Wish:
     """What the framework needs to place it: its own sharding object."""
     same: tuple[str, ...] = ()
     """Other names of the same tensor in `like` (tied weights): what is stored under one of them serves all."""
+    stored: str | None = None
+    """As a `Slice` has it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,21 +296,59 @@ def test_every_dtype_and_shape_goes_through_orbax(to: Orbax, tmp_path: Path) -> 
     assert different(bits_of(tmp_path / "orbax"), arrays) == []
 
 
-def test_types_below_a_byte_keep_their_bits_between_hugging_face_folders(tmp_path: Path) -> None:
+def below_a_byte(folder: Path) -> tuple[Path, dict[str, Any]]:
     entries = {
         "a": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]},
         "b": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [4, 7]},
     }
     head = json.dumps(entries).encode()
     head += b" " * (-len(head) % 8)
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(range(7)))
-    meshload.convert(tmp_path / "src", tmp_path / "hf", to="hf")
-    data = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(range(7)))
+    return folder, entries
+
+
+def entries_of(folder: Path) -> dict[str, Any]:
+    """Return the entries of a file of safetensors, as it says them."""
+    data = (folder / "model.safetensors").read_bytes()
     n = 8 + struct.unpack("<Q", data[:8])[0]
-    made = {k: v for k, v in json.loads(data[8:n]).items() if k != "__metadata__"}
-    assert made == entries
-    assert data[n:] == bytes(range(7))
+    assert data[n:] == bytes(range(len(data) - n))
+    return {k: v for k, v in json.loads(data[8:n]).items() if k != "__metadata__"}
+
+
+def test_types_below_a_byte_keep_their_bits_between_hugging_face_folders(tmp_path: Path) -> None:
+    source, entries = below_a_byte(tmp_path / "src")
+    meshload.convert(source, tmp_path / "hf", to="hf")
+    assert entries_of(tmp_path / "hf") == entries
+
+
+def test_where_a_format_has_no_type_below_a_byte_that_is_told_or_refused(tmp_path: Path) -> None:
+    source, _ = below_a_byte(tmp_path / "src")
+    with pytest.warns(MeshloadWarning, match=r"orbax has no dtype for a \(F4\), b \(F6_E2M3\); their bits are kept") as told:
+        meshload.convert(source, tmp_path / "orbax", to="orbax")
+    assert [w.filename for w in told] == [__file__]
+    assert {n: values.tobytes() for n, values in bits_of(tmp_path / "orbax").items()} == {
+        "a": bytes(range(4)),
+        "b": bytes((4, 5, 6)),
+    }
+    assert [p.array for p in meshload.verify(source, tmp_path / "orbax").problems] == ["a", "b"]
+    with pytest.warns(MeshloadWarning, match=r"orbax has no dtype for a \(F4\), b \(F6_E2M3\)"):
+        meshload.index(source, tmp_path / "index")
+    with pytest.raises(LayoutError, match="b: torch has no dtype F6_E2M3"):
+        meshload.convert(source, tmp_path / "dcp", to="dcp")
+
+
+def test_packed_fours_are_the_same_for_torch_and_hugging_face(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"a": torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).reshape(2, 2)}, tmp_path / "state.pt")
+    meshload.convert(tmp_path / "state.pt", tmp_path / "hf", to="hf")
+    assert entries_of(tmp_path / "hf") == {"a": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}
+    meshload.convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
+    for path in (tmp_path / "state.pt", tmp_path / "hf", tmp_path / "dcp"):
+        found = meshload.restore(path, layout="replicated", into="torch")["a"]
+        assert found.dtype == torch.float4_e2m1fn_x2
+        assert found.view(torch.uint8).tolist() == [[0, 1], [2, 3]]
+        assert meshload.verify(tmp_path / "state.pt", path).problems == ()
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------

@@ -357,9 +357,10 @@ def _sharding(placements: Sequence[Any], names: Sequence[str], ndim: int) -> Sha
 
 def _wish(name: str, tensor: Any, same: tuple[str, ...]) -> Wish:
     shape, dtype = tuple(tensor.shape), numpy_dtype(tensor.dtype)
+    stored = next((word for word, name in PACKED.items() if str(tensor.dtype) == f"torch.{name}"), None)
     device = None if tensor.is_meta else tensor.device
     if not hasattr(tensor, "placements"):
-        return Wish(shape, dtype, key=_Place(device), same=same)
+        return Wish(shape, dtype, key=_Place(device), same=same, stored=stored)
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     try:
         boxes = _boxes(mesh, placements, shape)
@@ -372,7 +373,7 @@ def _wish(name: str, tensor: Any, same: tuple[str, ...]) -> Wish:
             f"uneven cut that the placements do not tell; use sizes that divide"
         )
     slices = tuple((rank, boxes) for rank in Torch().ranks(mesh))
-    return Wish(shape, dtype, slices, _Place(device, mesh, placements), same)
+    return Wish(shape, dtype, slices, _Place(device, mesh, placements), same, stored)
 
 
 def _state(like: Any) -> dict[str, tuple[str, Any]]:
