@@ -216,6 +216,15 @@ def _begun(
 
 def _move(group: Group, todo: Filling, progress: Progress | bool | None) -> None:
     """Let each process give its share of what is stored to the sinks; where one fails all raise."""
+    if group.size > 1:
+        _agree(group, todo)
+    with shown_progress(progress if group.rank == 0 else None) as report:
+        mine = share(todo, group.rank, group.size)
+        together(group, lambda: fill(todo, groups=mine, progress=report, lossy=True))
+
+
+def _agree(group: Group, todo: Filling) -> None:
+    """Raise where processes have cut what is stored otherwise: their shares would not be the whole."""
     parts = zlib.crc32("".join(f"{i.array}{i.start}{i.box.shape}{i.dtype}" for i in todo.items).encode("utf-8", "surrogatepass"))
     meant = shared(group, [len(todo.items), todo.nbytes, parts])
     unlike = next((rank for rank, other in enumerate(meant) if other != meant[0]), None)
@@ -224,9 +233,6 @@ def _move(group: Group, todo: Filling, progress: Progress | bool | None) -> None
             f"rank 0 would go through {meant[0][1]} bytes in {meant[0][0]} parts, rank {unlike} through {meant[unlike][1]} in "
             f"{meant[unlike][0]}, or through others; all processes must call with the same arguments, and see the same checkpoints"
         )
-    with shown_progress(progress if group.rank == 0 else None) as report:
-        mine = share(todo, group.rank, group.size)
-        together(group, lambda: fill(todo, groups=mine, progress=report, lossy=True))
 
 
 def _told(group: Group, mine: Sequence[_Difference]) -> list[_Difference]:
