@@ -131,6 +131,9 @@ class Framework(Protocol):
     def group(self) -> Group | None:
         """Return the running processes as a group, where there are several; imports nothing."""
 
+    def start_group(self) -> Callable[[], None] | None:
+        """Make a group of the processes that a launcher started, and return what ends it; None where it cannot."""
+
     def wishes(self, like: Any) -> dict[str, Wish]:
         """Return what a `like` wants, by name."""
 
