@@ -10,6 +10,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from .source import Folder, LocalFolder, blobs_of, open_folder
 from .steps import differences
 from .writing import MAX_BYTES, Filling, fill, filling, nothing, share, unit_of
 
+ROUND = 32
+"""Groups of items, 2 GiB of them by default, after which processes ask each other whether one has failed."""
 PART = 1 << 18
 """Elements whose values are compared at once, each in several temporary float64."""
 
@@ -215,12 +218,22 @@ def _begun(
 
 
 def _move(group: Group, todo: Filling, progress: Progress | bool | None) -> None:
-    """Let each process give its share of what is stored to the sinks; where one fails all raise."""
+    """Let each process give its share of what is stored to the sinks; where one fails all raise, at the end of a round."""
     if group.size > 1:
         _agree(group, todo)
+    mine = share(todo, group.rank, group.size)
+    step = ROUND if group.size > 1 else max(1, len(mine))
+    sizes = [sum(todo.items[i].nbytes for i in one.tolist()) for one in mine]
     with shown_progress(progress if group.rank == 0 else None) as report:
-        mine = share(todo, group.rank, group.size)
-        together(group, lambda: fill(todo, groups=mine, progress=report, lossy=True))
+        for first in range(0, step * max(shared(group, -(-len(mine) // step))), step):
+            before, total = sum(sizes[:first]), sum(sizes)
+            advance = report and partial(_advance, report, before, total)
+            together(group, partial(fill, todo, groups=mine[first : first + step], progress=advance, lossy=True))
+
+
+def _advance(report: Progress, before: int, total: int, done: int, _: int) -> None:
+    """Report what is done of a round as a part of all."""
+    report(before + done, total)
 
 
 def _agree(group: Group, todo: Filling) -> None:

@@ -294,31 +294,47 @@ def check_all_are_told_the_differences_that_one_process_finds(world: World) -> N
 
 
 def check_digests_of_the_shares_add_up(world: World) -> None:
+    from meshload import checking
+
     expected = {name: zlib.crc32(values.tobytes()) for name, values in world.golden.items()}
-    for path in (world.path, world.out / "converted"):
-        for max_bytes in (None, 1 << 14):
-            found = meshload.digest(path, max_bytes=max_bytes)
-            assert list(found.arrays) == list(meshload.open(path).with_names("hf"))
-            assert {name: entry.crc32 for name, entry in found.arrays.items()} == expected
-            assert not found.partial
+    count, told = checking.ROUND, list[tuple[int, int]]()
+    try:
+        for path in (world.path, world.out / "converted"):
+            for max_bytes, checking.ROUND in ((None, count), (1 << 14, 1), (1 << 14, 3)):
+                told.clear()
+                found = meshload.digest(path, max_bytes=max_bytes, progress=lambda *both: told.append(both))
+                assert list(found.arrays) == list(meshload.open(path).with_names("hf"))
+                assert {name: entry.crc32 for name, entry in found.arrays.items()} == expected
+                assert not found.partial
+                assert [done for done, _ in told] == sorted(done for done, _ in told)
+                assert bool(told) == (world.rank == 0)
+                assert not told or told[-1][0] == told[-1][1] > 0
+    finally:
+        checking.ROUND = count
 
 
 def check_all_fail_where_one_cannot_compare(world: World) -> None:
-    from meshload import writing
+    from meshload import checking, exchange, writing
 
-    read = writing.read
+    read, count, group = writing.read, checking.ROUND, exchange.running()
+    reads = 0
 
     def torn(plan: Any, buffers: Any) -> None:
-        raise meshload.SourceError("the cable was pulled")
+        nonlocal reads
+        reads += 1
+        if world.rank == 3 and reads == 4:
+            raise meshload.SourceError("the cable was pulled")
+        read(plan, buffers)
 
     try:
-        for act in (lambda: meshload.verify(world.path, world.path), lambda: meshload.digest(world.path)):
-            if world.rank == 3:
-                writing.read = torn  # type: ignore[assignment]
+        checking.ROUND = 2
+        for act in (lambda **o: meshload.verify(world.path, world.path, **o), lambda **o: meshload.digest(world.path, **o)):
+            reads, writing.read = 0, torn
             with pytest.raises(meshload.SourceError, match="the cable was pulled"):
-                act()
+                act(max_bytes=1 << 13)
+            assert exchange.shared(group, reads) == [4, 4, 4, 4]  # nobody goes on
     finally:
-        writing.read = read
+        writing.read, checking.ROUND = read, count
 
 
 def check_processes_that_compare_something_else_are_told(world: World) -> None:

@@ -331,6 +331,16 @@ def test_verify_reads_each_byte_once(tmp_path: pathlib.Path) -> None:
     assert log.nbytes == other_log.nbytes == sum(a.nbytes for a in arrays.values())
 
 
+def test_progress_ends_where_all_is_compared(tmp_path: pathlib.Path) -> None:
+    arrays = {f"w{i}": ramp(str(i), (50, 7)) for i in range(5)}
+    one, told = hf(tmp_path / "a", arrays), list[tuple[int, int]]()
+    meshload.verify(one, one, max_bytes=1 << 13, progress=lambda done, total: told.append((done, total)))
+    total = sum(a.nbytes for a in arrays.values())
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
 def test_what_is_lost_on_one_side_is_a_problem_that_names_the_file(tmp_path: pathlib.Path) -> None:
     arrays = {f"w{i}": ramp(str(i), (5, 7)) for i in range(4)}
     one, other = hf(tmp_path / "a", arrays), hf(tmp_path / "b", arrays, shards=2)
