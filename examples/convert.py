@@ -1,7 +1,7 @@
 """Convert a Hugging Face checkpoint to Orbax and back, and prove that nothing was lost on the way.
 
     python examples/convert.py PATH OUT --mesh tp=4
-    torchrun --nproc-per-node 4 examples/convert.py PATH OUT --mesh tp=4                # each process writes its share
+    torchrun --nproc-per-node 4 examples/convert.py PATH OUT --mesh tp=4                # each process takes its share
 
 Without PATH and OUT it makes a tiny checkpoint, in a temporary folder.
 """
@@ -36,10 +36,11 @@ def main() -> None:
 def convert(path: pathlib.Path, out: pathlib.Path, mesh: str) -> None:
     meshload.convert(path, out / "orbax", to="orbax", mesh=mesh)
     meshload.convert(out / "orbax", out / "hf", to="hf")
+    report = meshload.verify(path, out / "hf")  # each process compares its share, and all are told the same
+    same = meshload.digest(path) == meshload.digest(out / "orbax")
     if os.environ.get("RANK", "0") == "0":
-        report = meshload.verify(path, out / "hf")
         print(f"{report.arrays} arrays there and back, {'the same' if report.ok else report.problems}")
-        print(f"digests equal: {meshload.digest(path) == meshload.digest(out / 'orbax')}")
+        print(f"digests equal: {same}")
 
 
 def make_checkpoint(folder: pathlib.Path) -> pathlib.Path:

@@ -7,8 +7,10 @@ names, shapes, dtypes, and every bit.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,16 +19,21 @@ from numpy.typing import NDArray
 from .array import Array
 from .checkpoint import Checkpoint, Problem
 from .digests import Digest, Entry, sum_of_run
-from .errors import LayoutError, MeshloadError
+from .errors import LayoutError, MeshloadError, listing
+from .exchange import running, shared, together
 from .formats import Format, Indexer, choose, installed
-from .loading import byte_count, in_full, open, shown_progress
+from .frameworks import Group
+from .loading import byte_count, in_full, kinds_of, open, shown_progress, with_moments
 from .pieces import boxes, piece
 from .reading import Progress, read_array
 from .requesting import missing_arrays, model_in
 from .scheduling import UNIT_COST
 from .source import Folder, LocalFolder, blobs_of, open_folder
-from .writing import MAX_BYTES, fill, filling, nothing, unit_of
+from .steps import differences
+from .writing import MAX_BYTES, Filling, fill, filling, nothing, share, unit_of
 
+ROUND = 32
+"""Groups of items, 2 GiB of them by default, after which processes ask each other whether one has failed."""
 PART = 1 << 18
 """Elements whose values are compared at once, each in several temporary float64."""
 
@@ -136,6 +143,7 @@ def verify(
     rtol: float = 0,
     atol: float = 0,
     names: str | None = None,
+    optimizer: bool | Sequence[str] = False,
     config: Any = None,
     max_bytes: int | None = None,
     progress: Progress | bool | None = None,
@@ -145,7 +153,44 @@ def verify(
     With a tolerance, values and not bits are compared, whatever their dtypes: `|a - b| <= atol + rtol * |b|`. Canonical names
     where both families are known (the config of one serves the other), else native ones, or as `names` says. Both are streamed;
     `max_bytes` bounds the memory, 512 MiB by default. The problems say which elements differ first, and in which files they lie.
+
+    With `optimizer`, all of the optimizer's arrays or those of the kinds that are named (`"exp_avg"`, `"master"` ...) are compared
+    too, as `optimizer.exp_avg.<name>`; and the steps, where both checkpoints tell them.
+
+    Where several processes run (torch's process group, or JAX's), all call it: each compares its share, all return the same, and
+    where one fails all raise.
     """
+    group = running()
+    begun = together(group, lambda: _begun(a, b, rtol, atol, names, optimizer, config, max_bytes))
+    assert begun is not None
+    _move(group, begun.todo, progress)
+    for comparison, found in zip(begun.comparisons, _told(group, [c.found for c in begun.comparisons]), strict=True):
+        comparison.found = found
+    problems = [*begun.problems, *(p for c in begun.comparisons for p in c.problems())]
+    return Report(tuple(problems), begun.arrays, {c.name: c.found.far for c in begun.comparisons if c.found.count})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begun:
+    """Two checkpoints that are about to be compared."""
+
+    arrays: int
+    problems: Sequence[Problem]
+    """What their metadata tells."""
+    comparisons: Sequence[_Comparison]
+    todo: Filling
+
+
+def _begun(
+    a: Any,
+    b: Any,
+    rtol: float,
+    atol: float,
+    names: str | None,
+    optimizer: bool | Sequence[str],
+    config: Any,
+    max_bytes: int | None,
+) -> _Begun:
     limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
     if not (rtol >= 0 and atol >= 0):
         raise LayoutError(f"rtol={rtol!r}, atol={atol!r}: numbers from 0 on were expected")
@@ -153,7 +198,13 @@ def verify(
     if names is None and (model_in(one) is None or model_in(other) is None):
         names = "native"
     one, other = in_full(one, names), in_full(other, names)
-    problems = [*_only_in(one, other, b), *_only_in(other, one, a)]
+    kinds = kinds_of(optimizer, one, other)
+    problems = [*_only_one(kinds, one, other, b), *_only_one(kinds, other, one, a)] if kinds else []
+    if kinds:
+        problems += [Problem(text, array=name) for name, text in differences(one, other)]
+    both = [kind for kind in kinds if kind in one.optimizer and kind in other.optimizer]
+    one, other = with_moments(one, both), with_moments(other, both)
+    problems += [*_only_in(one, other, b, kinds), *_only_in(other, one, a, kinds)]
     comparing = []
     for name in (*one.arrays, *(alias for alias in one.aliases if alias in other.arrays)):
         if name in other:
@@ -163,13 +214,47 @@ def verify(
             if a_array.shape == b_array.shape:
                 comparing.append(_Comparison(a_array, b_array, rtol, atol, limit, bits=not problem))
     leading = [c if unit_of(c.one) >= unit_of(c.other) else c.turned() for c in comparing]
-    pairs = [(_whole_in(c), c.one) for c in leading]
-    with shown_progress(progress) as report:
-        fill(filling(pairs, max_bytes=limit), progress=report, lossy=True)
-    for found in leading:
-        problems += found.problems()
-    apart = {c.name: c.far for c in leading if c.count}
-    return Report(tuple(problems), len(one), apart)
+    return _Begun(len(one), problems, leading, filling([(_whole_in(c), c.one) for c in leading], max_bytes=limit))
+
+
+def _move(group: Group, todo: Filling, progress: Progress | bool | None) -> None:
+    """Let each process give its share of what is stored to the sinks; where one fails all raise, at the end of a round."""
+    if group.size > 1:
+        _agree(group, todo)
+    mine = share(todo, group.rank, group.size)
+    step = ROUND if group.size > 1 else max(1, len(mine))
+    sizes = [sum(todo.items[i].nbytes for i in one.tolist()) for one in mine]
+    with shown_progress(progress if group.rank == 0 else None) as report:
+        for first in range(0, step * max(shared(group, -(-len(mine) // step))), step):
+            before, total = sum(sizes[:first]), sum(sizes)
+            advance = report and partial(_advance, report, before, total)
+            together(group, partial(fill, todo, groups=mine[first : first + step], progress=advance, lossy=True))
+
+
+def _advance(report: Progress, before: int, total: int, done: int, _: int) -> None:
+    """Report what is done of a round as a part of all."""
+    report(before + done, total)
+
+
+def _agree(group: Group, todo: Filling) -> None:
+    """Raise where processes have cut what is stored otherwise: their shares would not be the whole."""
+    parts = zlib.crc32("".join(f"{i.array}{i.start}{i.box.shape}{i.dtype}" for i in todo.items).encode("utf-8", "surrogatepass"))
+    meant = shared(group, [len(todo.items), todo.nbytes, parts])
+    unlike = next((rank for rank, other in enumerate(meant) if other != meant[0]), None)
+    if unlike is not None:
+        raise LayoutError(
+            f"rank 0 would go through {meant[0][1]} bytes in {meant[0][0]} parts, rank {unlike} through {meant[unlike][1]} in "
+            f"{meant[unlike][0]}, or through others; all processes must call with the same arguments, and see the same checkpoints"
+        )
+
+
+def _told(group: Group, mine: Sequence[_Difference]) -> list[_Difference]:
+    """Return the differences that all processes found, each in its share."""
+    found = [_Difference() for _ in mine]
+    for of_rank in shared(group, [(i, *astuple(one)) for i, one in enumerate(mine) if one.count]):
+        for i, *fields in of_rank:
+            found[i] += _Difference(*fields)
+    return found
 
 
 def _both(a: Any, b: Any, config: Any) -> tuple[Checkpoint, Checkpoint]:
@@ -187,12 +272,21 @@ def _completed(path: Any, checkpoint: Checkpoint, config: Mapping[str, Any] | No
         return checkpoint
 
 
-def _only_in(one: Checkpoint, other: Checkpoint, path: Any) -> Iterator[Problem]:
+def _only_one(kinds: Sequence[str], one: Checkpoint, other: Checkpoint, path: Any) -> Iterator[Problem]:
+    """Find the kinds of optimizer arrays that only one of two checkpoints has."""
+    for kind in kinds:
+        if kind in one.optimizer and kind not in other.optimizer:
+            held = listing(other.optimizer) or "no optimizer state"
+            yield Problem(f"{path} has none of its {len(one.optimizer[kind])} arrays, but {held}", array=f"optimizer.{kind}")
+
+
+def _only_in(one: Checkpoint, other: Checkpoint, path: Any, kinds: Sequence[str]) -> Iterator[Problem]:
     for name in one.arrays:
         if name not in other:
             yield Problem(f"it is not in {path}: {other.why_missing(name).partition(': ')[2]}", array=name)
     for name, why in one.unavailable.items():
-        yield Problem(f"it cannot be had: {why}", array=name)
+        if kinds or not name.startswith("optimizer."):
+            yield Problem(f"it cannot be had: {why}", array=name)
 
 
 def _unlike(one: Array, other: Array, *, within: bool) -> list[Problem]:
@@ -208,6 +302,26 @@ def _whole_in(comparison: _Comparison) -> Array:
     return Array(one.name, one.dtype, one.shape, piece(comparison, 0, one.shape, one.dtype.itemsize))
 
 
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """How two arrays differ in some of their elements; those of parts add up."""
+
+    count: int = 0
+    """Elements that are not the same bit for bit (or value for value, across dtypes)."""
+    beyond: int = 0
+    """Elements that differ by more than is allowed."""
+    first: int | None = None
+    """The flat index of the first of them."""
+    last: int = 0
+    far: float = 0.0
+    """How far apart values are at most."""
+
+    def __add__(self, other: _Difference) -> _Difference:
+        first = min((i for i in (self.first, other.first) if i is not None), default=None)
+        count, beyond = self.count + other.count, self.beyond + other.beyond
+        return _Difference(count, beyond, first, max(self.last, other.last), max(self.far, other.far))
+
+
 @dataclass(eq=False)
 class _Comparison:
     """Takes the values of one array in any order, as a sink, and reads the other's to compare them."""
@@ -221,14 +335,7 @@ class _Comparison:
     bits: bool
     """Whether bits are compared; else values are, and the dtypes were told to differ."""
     is_turned: bool = False
-    count: int = 0
-    """Elements that are not the same bit for bit (or value for value, across dtypes)."""
-    beyond: int = 0
-    """Elements that differ by more than is allowed."""
-    first: int | None = None
-    """The flat index of the first of them."""
-    last: int = 0
-    far: float = 0.0
+    found: _Difference = field(default_factory=_Difference)
 
     unit = 1
 
@@ -261,14 +368,10 @@ class _Comparison:
     def _note(self, flat: int, one: NDArray[Any], other: NDArray[Any]) -> None:
         """Count what differs in a few elements, the first of which has a flat index."""
         differs, far, beyond = self._compared(one, other)
-        places = np.flatnonzero(beyond)
+        places = flat + np.flatnonzero(beyond)
+        first, last = (int(places[0]), int(places[-1])) if len(places) else (None, 0)
         with self.lock:
-            self.count += int(differs.sum())
-            self.far = max(self.far, far)
-            if len(places):
-                self.beyond += len(places)
-                self.first = flat + int(places[0]) if self.first is None else min(self.first, flat + int(places[0]))
-                self.last = max(self.last, flat + int(places[-1]))
+            self.found += _Difference(int(differs.sum()), len(places), first, last, far)
 
     def _compared(self, one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[np.bool_], float, NDArray[np.bool_]]:
         """Return which elements differ, how far apart they are at most, and which are further apart than allowed."""
@@ -295,14 +398,15 @@ class _Comparison:
         pass
 
     def problems(self) -> list[Problem]:
-        if self.first is None:
+        found = self.found
+        if found.first is None:
             return []
         one, other = (self.other, self.one) if self.is_turned else (self.one, self.other)
-        first, last = (tuple(map(int, np.unravel_index(i, one.shape))) for i in (self.first, self.last))
+        first, last = (tuple(map(int, np.unravel_index(i, one.shape))) for i in (found.first, found.last))
         files = [_file_of(array, first) for array in (one, other)]
         text = (
-            f"{self.beyond} of its {one.size} elements differ, from {list(first)} (in {files[0]} and {files[1]}) "
-            f"to {list(last)}, by {self.far:g} at most"
+            f"{found.beyond} of its {one.size} elements differ, from {list(first)} (in {files[0]} and {files[1]}) "
+            f"to {list(last)}, by {found.far:g} at most"
         )
         return [Problem(text, array=one.name, file=files[0])]
 
@@ -322,6 +426,7 @@ def digest(
     path: Any,
     *,
     names: str | None = None,
+    optimizer: bool | Sequence[str] = False,
     format: str | Format | None = None,
     config: Any = None,
     max_bytes: int | None = None,
@@ -330,27 +435,39 @@ def digest(
     """Read a checkpoint, and return the digest of each array; canonical names where the family is known, as `restore` has them.
 
     Two checkpoints hold the same arrays, bit for bit, where their digests are equal, whatever their formats and topologies.
+    With `optimizer`, also of the optimizer's arrays, all or some kinds, as `optimizer.exp_avg.<name>`. Where several processes run,
+    all call it, as `verify`.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else open(path, format=format, config=config)
-    limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
-    view = in_full(checkpoint, names)
-    sums = _Sums()
-    pairs = [(_receiving(array, sums), array) for array in view.arrays.values()]
-    with shown_progress(progress) as report:
-        fill(filling(pairs, max_bytes=limit), progress=report, lossy=True)
-    return Digest({n: Entry(a.dtype.name, a.shape, sums.of.get(n, 0), a.size) for n, a in view.arrays.items()})
+    group, sums = running(), _Sums()
+
+    def begin() -> tuple[Checkpoint, Filling]:
+        limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
+        view = in_full(path if isinstance(path, Checkpoint) else open(path, format=format, config=config), names)
+        view = with_moments(view, kinds_of(optimizer, view))
+        return view, filling([(_receiving(array, sums), array) for array in view.arrays.values()], max_bytes=limit)
+
+    begun = together(group, begin)
+    assert begun is not None
+    view, todo = begun
+    _move(group, todo, progress)
+    found = {n: Entry(a.dtype.name, a.shape, 0, 0) for n, a in view.arrays.items()}
+    for of_rank in shared(group, sums.of):
+        for name, (value, size) in of_rank.items():
+            found[name] += replace(found[name], sum=value, size=size)
+    return Digest(found)
 
 
 class _Sums:
-    """Sums per array, which several threads add to."""
+    """Sums of the parts of arrays, with how many elements they are of; several threads add to them."""
 
     def __init__(self) -> None:
-        self.of: dict[str, int] = {}
+        self.of: dict[str, tuple[int, int]] = {}
         self.lock = threading.Lock()
 
-    def add(self, name: str, value: int) -> None:
+    def add(self, name: str, value: int, size: int) -> None:
         with self.lock:
-            self.of[name] = self.of.get(name, 0) ^ value
+            before = self.of.get(name, (0, 0))
+            self.of[name] = before[0] ^ value, before[1] + size
 
 
 @dataclass(frozen=True, eq=False)
@@ -363,7 +480,7 @@ class _Summing:
     unit: int = 1
 
     def write(self, start: int, values: NDArray[Any]) -> Any:
-        self.sums.add(self.name, sum_of_run(values, self.size - start - values.nbytes))
+        self.sums.add(self.name, sum_of_run(values, self.size - start - values.nbytes), values.size)
         return nothing
 
     def holds(self, start: int, values: NDArray[Any]) -> bool:

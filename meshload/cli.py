@@ -162,23 +162,27 @@ def _app() -> Any:
         from .converting import convert as converted
         from .loading import open
         from .mesh import parse_mesh
+        from .ranks import joined
 
-        begin = perf_counter()
-        converted(
-            src,
-            dst,
-            to=to,
-            mesh=parse_mesh(mesh) if mesh else None,
-            dtype=dtype,
-            names=names,
-            optimizer="all" in optimizer or optimizer if optimizer else False,
-            resume=resume,
-            max_bytes=max_bytes,
-            format=format,
-            config=config,
-            progress=True,
-        )
-        seconds = perf_counter() - begin
+        with joined() as group:
+            begin = perf_counter()
+            converted(
+                src,
+                dst,
+                to=to,
+                mesh=parse_mesh(mesh) if mesh else None,
+                dtype=dtype,
+                names=names,
+                optimizer=_kinds(optimizer),
+                resume=resume,
+                max_bytes=max_bytes,
+                format=format,
+                config=config,
+                progress=True,
+            )
+            seconds = perf_counter() - begin
+            if group.rank:
+                return
         found = summary(open(dst, format=to))
         n, nbytes = found["total_arrays"], found["total_bytes"]
         if json:
@@ -218,6 +222,7 @@ def _app() -> Any:
         digest: bool = typer.Option(False, "--digest", help="Print the digest of A instead, or compare A with a digest file B."),
         output: str | None = typer.Option(None, "--output", "-o", help="Store the digest in this file."),
         names: str | None = names,
+        optimizer: list[str] | None = typer.Option(None, help="Also the optimizer's arrays of this kind, or 'all'."),  # noqa: B008
         format: str | None = format_,
         config: str | None = config,
         json: bool = as_json,
@@ -228,11 +233,15 @@ def _app() -> Any:
         from .checkpoint import Problem
         from .digests import Digest
         from .errors import LayoutError
+        from .ranks import joined
 
         if digest:
-            found = digested(a, names=names, format=format, config=config, progress=True)
-            if output:
+            with joined() as group:
+                found = digested(a, names=names, optimizer=_kinds(optimizer), format=format, config=config, progress=True)
+            if output and group.rank == 0:
                 found.save(output)
+            if group.rank:
+                return
             if b is None:
                 _print_json(found.to_json()) if json else print(found)
                 return
@@ -247,8 +256,12 @@ def _app() -> Any:
         elif format or output:
             raise LayoutError("--format and --output go with --digest")
         else:
-            report = verified(a, b, rtol=rtol, atol=atol, names=names, config=config, progress=True)
-        if json:
+            kinds = _kinds(optimizer)
+            with joined() as group:
+                report = verified(a, b, rtol=rtol, atol=atol, names=names, optimizer=kinds, config=config, progress=True)
+        if group.rank:
+            pass  # the first process tells it
+        elif json:
             apart = {name: far if math.isfinite(far) else str(far) for name, far in report.apart.items()}
             _print_json(_report(report) | {"apart": apart})
         else:
@@ -260,6 +273,11 @@ def _app() -> Any:
             raise typer.Exit(1)
 
     return app
+
+
+def _kinds(optimizer: list[str] | None) -> bool | list[str]:
+    """Return which of the optimizer's arrays are meant."""
+    return "all" in optimizer or optimizer if optimizer else False
 
 
 def _report(report: Any) -> dict[str, Any]:

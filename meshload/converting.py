@@ -22,7 +22,7 @@ from .errors import LayoutError, MeshloadError, MeshloadWarning, SourceError, li
 from .exchange import running, together
 from .formats import Format, Parts, Renaming, Writer, installed
 from .frameworks import Group, framework_of, is_floating
-from .loading import as_dtype, byte_count, in_full, open, plan, shown_progress
+from .loading import as_dtype, byte_count, in_full, kinds_of, moments_of, open, plan, shown_progress
 from .mesh import Mesh
 from .ranks import launched, resolved
 from .reading import Progress
@@ -85,7 +85,7 @@ def convert(
     if not view.arrays:
         raise LayoutError(f"{src}: it holds no arrays, so there is nothing to convert")
     _tell(src, checkpoint, view)
-    like = replace(_cast(view, dtype), optimizer=_moments(view, optimizer, src))
+    like = replace(_cast(view, dtype), optimizer=moments_of(view, kinds_of(optimizer, view)))
     carried = _carried(None if isinstance(src, Checkpoint) else open_folder(src), like, dtype)
     draft = Draft(writer, local(dst), like, _parts(view, mesh, layout), resume)
     group = processes()
@@ -171,6 +171,12 @@ class Draft:
         All have read the empty files before anybody writes into them: a file that changes while it is opened is refused.
         """
 
+        def joined() -> Filling:
+            pairs = self.pairs(view)
+            if group.rank == 0:
+                tell_bytes([stored for made, stored in pairs if made.stored != stored.stored], self.writer, stacklevel=5)
+            return filling(pairs, max_bytes=max_bytes)
+
         def attempt(todo: Filling) -> None:
             try:
                 move(todo)
@@ -187,7 +193,7 @@ class Draft:
             publish(self.staging, self.target)
 
         try:
-            todo = together(group, lambda: filling(self.pairs(view), max_bytes=max_bytes))
+            todo = together(group, joined)
             assert todo is not None
             together(group, lambda: attempt(todo))
         except MeshloadError as error:
@@ -248,6 +254,14 @@ def _view(checkpoint: Checkpoint, writer: Writer, names: str | None) -> Checkpoi
     return view
 
 
+def tell_bytes(arrays: Sequence[Array], format: Format, *, stacklevel: int) -> None:
+    """Warn of arrays whose dtype a format has no word for, so that it shows bytes."""
+    if any(array.stored for array in arrays):
+        said = listing(f"{array.name} ({array.stored})" for array in arrays if array.stored)
+        text = f"{format.name} has no dtype for {said}; their bits are kept, and its readers find bytes, uint8"
+        warnings.warn(text, MeshloadWarning, stacklevel=stacklevel + 1)
+
+
 def _tell(src: Any, checkpoint: Checkpoint, view: Checkpoint) -> None:
     """Warn of what the model lacks, and of what it does not know."""
     model = model_in(checkpoint)
@@ -276,15 +290,6 @@ def _cast(view: Checkpoint, dtype: Any) -> Checkpoint:
         return array if wanted is None or not is_floating(array.dtype) else replace(array, dtype=wanted, stored=None)
 
     return replace(view, arrays={name: replace(made(a), name=name) for name, a in view.arrays.items()})
-
-
-def _moments(view: Checkpoint, optimizer: bool | Sequence[str], src: Any) -> dict[str, dict[str, Array]]:
-    """Return the optimizer's arrays that are to be laid out, by kind."""
-    kinds = [optimizer] if isinstance(optimizer, str) else list(view.optimizer) if optimizer is True else list(optimizer or ())
-    lacking = [kind for kind in kinds if kind not in view.optimizer]
-    if lacking or (optimizer and not kinds):
-        raise LayoutError(f"optimizer={optimizer!r}: {src} holds {listing(view.optimizer) or 'no optimizer state'}")
-    return {kind: {n: replace(a, name=f"optimizer.{kind}.{n}") for n, a in view.optimizer[kind].items()} for kind in kinds}
 
 
 def _parts(view: Checkpoint, mesh: Any, layout: LayoutLike) -> Parts:

@@ -71,6 +71,8 @@ class Wish:
     """What the framework needs to place it: its own sharding object."""
     same: tuple[str, ...] = ()
     """Other names of the same tensor in `like` (tied weights): what is stored under one of them serves all."""
+    stored: str | None = None
+    """As a `Slice` has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,9 @@ class Framework(Protocol):
 
     def group(self) -> Group | None:
         """Return the running processes as a group, where there are several; imports nothing."""
+
+    def start_group(self) -> Callable[[], None] | None:
+        """Make a group of the processes that a launcher started, and return what ends it; None where it cannot."""
 
     def wishes(self, like: Any) -> dict[str, Wish]:
         """Return what a `like` wants, by name."""

@@ -19,7 +19,7 @@ import numpy as np
 from .array import Array
 from .box import Shape
 from .checkpoint import Checkpoint
-from .converting import local
+from .converting import local, tell_bytes
 from .errors import LayoutError, MeshloadError, listing
 from .formats import Format, Grid, Indexer, installed
 from .loading import open
@@ -98,6 +98,7 @@ def index(
         why = listing(f"{n}: {reason}" for n, reason in left_out.items()) or "it has none"
         raise LayoutError(f"{folder.name}: none of its arrays can be shown by {indexer.name}: {why}")
 
+    tell_bytes([g.array for g in grids], indexer, stacklevel=2)
     replaced = indexer.indexed(LocalFolder(target), beside=beside) if target.is_dir() else ()
     staging = prepare_within(target) if beside or replaced else prepare(target, resume=False)
     with discarding(staging):

@@ -180,7 +180,39 @@ def in_full(checkpoint: Checkpoint, names: str | None) -> Checkpoint:
     ties = {} if model is None else model.ties
     declared = {a: n for a, n in view.aliases.items() if ties.get(a) != n and ties.get(n) != a}
     arrays = {**view.arrays, **left, **{a: replace(view.arrays[n], name=a) for a, n in declared.items() if n in view.arrays}}
-    return replace(view, arrays=arrays, aliases={a: n for a, n in view.aliases.items() if a not in declared})
+    moments = {k: {**of, **_named(checkpoint.optimizer.get(k, {}), left)} for k, of in view.optimizer.items()}
+    return replace(view, arrays=arrays, optimizer=moments, aliases={a: n for a, n in view.aliases.items() if a not in declared})
+
+
+def _named(arrays: Mapping[str, Array], names: Iterable[str]) -> dict[str, Array]:
+    return {name: arrays[name] for name in names if name in arrays}
+
+
+def kinds_of(optimizer: bool | str | Sequence[str], *views: Checkpoint) -> list[str]:
+    """Return the kinds of optimizer arrays that are asked for: all that any of the views has, or those that are named.
+
+    Raises `LayoutError` where none has them.
+    """
+    held = list(dict.fromkeys(kind for view in views for kind in view.optimizer))
+    kinds = [optimizer] if isinstance(optimizer, str) else held if optimizer is True else list(optimizer or ())
+    if optimizer and (not kinds or any(kind not in held for kind in kinds)):
+        why = listing(dict.fromkeys(w for view in views for n, w in view.unavailable.items() if n.startswith("optimizer.")))
+        raise LayoutError(
+            f"optimizer={optimizer!r}: {' and '.join(view.format for view in views)} holds "
+            f"{listing(held) or 'no optimizer state'}{': ' if why else ''}{why}"
+        )
+    return kinds
+
+
+def moments_of(view: Checkpoint, kinds: Sequence[str]) -> dict[str, dict[str, Array]]:
+    """Return the optimizer's arrays of some kinds, each called as `restore` has it: `optimizer.exp_avg.<name>`."""
+    return {k: {n: replace(a, name=f"optimizer.{k}.{n}") for n, a in view.optimizer[k].items()} for k in kinds}
+
+
+def with_moments(view: Checkpoint, kinds: Sequence[str]) -> Checkpoint:
+    """Return a checkpoint whose arrays are also those of its optimizer, of those kinds that it has."""
+    held = moments_of(view, [kind for kind in kinds if kind in view.optimizer])
+    return replace(view, arrays={**view.arrays, **{a.name: a for of in held.values() for a in of.values()}})
 
 
 # --- restore ----------------------------------------------------------------------------------------------------------

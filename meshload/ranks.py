@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from .errors import LayoutError
-from .frameworks import Framework, World
+from .exchange import running
+from .frameworks import Framework, Group, World, installed
 from .mesh import Mesh, fitted, mesh_of
 
 
@@ -41,6 +43,19 @@ def resolved(mesh: Any, rank: Any, framework: Framework) -> tuple[Mesh, Any, tup
         raise LayoutError(f"rank={rank!r}: a number was expected")
     found.coordinates(int(rank))
     return found, None, (int(rank),)
+
+
+@contextmanager
+def joined() -> Iterator[Group]:
+    """Let the processes that a launcher started act together, and give their group back in the end; one that runs already stays."""
+    world, end = launched(), None
+    if running().size == 1 and world is not None and world.size > 1:
+        end = next((made for f in installed().values() if (made := f.start_group()) is not None), None)
+    try:
+        yield running()
+    finally:
+        if end is not None:
+            end()
 
 
 def launched() -> World | None:

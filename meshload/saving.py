@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -126,12 +126,14 @@ class _Slice:
     offset: int
     strides: Shape
     """In bytes, in the local array."""
+    stored: str | None
+    """As an array has it."""
     known: bool
     """Whether its place was told; what is taken for whole because there is no mesh may be a slice."""
 
     def told(self) -> list[Any]:
         """Return what other processes need to know."""
-        return [self.name, self.dtype.name, self.shape, self.box.start, self.box.shape, self.known, self.sample()]
+        return [self.name, self.dtype.name, self.stored, self.shape, self.box.start, self.box.shape, self.known, self.sample()]
 
     def sample(self) -> int | None:
         """Return a checksum of some of its bytes, by which most differences show; None where they are not in one run."""
@@ -207,7 +209,7 @@ def _slice(name: str, wish: Wish, shape: Shape, box: Box, values: Held, extent: 
     strides = row_major(extent, wish.dtype.itemsize)
     offset = sum(i * s for i, s in zip(start, strides, strict=True))
     size = math.prod(extent) * wish.dtype.itemsize
-    return _Slice(name, shape, wish.dtype, box, values, size, offset, strides, known)
+    return _Slice(name, shape, wish.dtype, box, values, size, offset, strides, wish.stored, known)
 
 
 def _add(found: dict[tuple[str, Box], _Slice], stored_as: Mapping[str, str], name: str, slice: _Slice) -> None:
@@ -324,15 +326,23 @@ class _Nowhere:
 # --- what all hold together -------------------------------------------------------------------------------------------
 
 
-def _agreed(told: Sequence[Sequence[Any]], group: Group) -> tuple[dict[str, tuple[str, Shape]], Parts]:
+class _Kind(NamedTuple):
+    """What an array is."""
+
+    dtype: str
+    shape: Shape
+    stored: str | None
+
+
+def _agreed(told: Sequence[Sequence[Any]], group: Group) -> tuple[dict[str, _Kind], Parts]:
     """Return dtype and shape of every array, and who writes which box; where processes disagree, raise."""
-    whole: dict[str, tuple[str, Shape]] = {}
+    whole: dict[str, _Kind] = {}
     first: dict[str, int] = {}
     parts: dict[str, dict[Box, tuple[int, int | None]]] = {}
     unlike: dict[str, str] = {}
     for rank, slices in enumerate(told):
-        for name, dtype, shape, start, extent, known, sample in slices:
-            kind = (dtype, tuple(shape))
+        for name, dtype, stored, shape, start, extent, known, sample in slices:
+            kind = _Kind(dtype, tuple(shape), stored)
             if whole.setdefault(name, kind) != kind:
                 raise LayoutError(f"{name}: rank {first[name]} has a slice of {whole[name]}, rank {rank} one of {kind}")
             first.setdefault(name, rank)
@@ -371,7 +381,7 @@ class _Memory:
 
 
 def _view(
-    whole: Mapping[str, tuple[str, Shape]],
+    whole: Mapping[str, _Kind],
     parts: Parts,
     mine: Mapping[tuple[str, Box], _Slice],
     rank: int,
@@ -379,7 +389,7 @@ def _view(
 ) -> Checkpoint:
     """Return all slices of all processes as one checkpoint."""
     arrays = {}
-    for name, (dtype_name, shape) in whole.items():
+    for name, (dtype_name, shape, stored) in whole.items():
         dtype = dtype_named(dtype_name)
         rows = []
         for owner, box in parts[name]:
@@ -392,7 +402,7 @@ def _view(
         sources, offset, *wide = zip(*rows, strict=True)
         columns = [np.asarray(column, np.int64).reshape(len(rows), len(shape)) for column in wide]
         pieces = table(sources, np.arange(len(rows)), np.asarray(offset, np.int64), *columns)
-        arrays[name] = Array(name, dtype, shape, pieces)
+        arrays[name] = Array(name, dtype, shape, pieces, stored)
     return with_views(Checkpoint(arrays, "memory", config=config))
 
 
@@ -422,6 +432,6 @@ def _check_shared(items: Sequence[Item]) -> None:
     chunks = [item.array for item in items if not isinstance(item.sink, FileSink)]
     if chunks:
         raise LayoutError(
-            f"{listing(dict.fromkeys(chunks))}: several processes hold parts of one chunk, which only one can write; save to a "
-            f"format of plain files (hf), and convert that"
+            f"{listing(dict.fromkeys(chunks))}: several processes hold parts of one chunk, which only one can write; the slices "
+            f"are cut so unevenly that chunks within them would be tiny; save to a format of plain files (hf), and convert that"
         )

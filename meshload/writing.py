@@ -227,6 +227,15 @@ def lay_out(folder: LocalFolder, file: str, head: bytes | Iterable[tuple[int, by
         raise _said(error, file, f"laying out {size} bytes") from error
 
 
+def remove(folder: LocalFolder, files: Iterable[str]) -> None:
+    """Remove files that were written and are of no use."""
+    for file in files:
+        try:
+            os.unlink(folder.path / file)
+        except OSError as error:
+            raise _said(error, file, "removing it") from error
+
+
 # --- filling ----------------------------------------------------------------------------------------------------------
 
 
@@ -423,9 +432,14 @@ def _groups(joined: Joined, sizes: Ints, room: int) -> list[Ints]:
 
 
 def share(made: Filling, rank: int, size: int) -> list[Ints]:
-    """Return one process's groups: neighbours, so that each reads its own part of the source."""
-    n = len(made.groups)
-    return list(made.groups[rank * n // size : (rank + 1) * n // size])
+    """Return one process's part of the groups: neighbours, so that each reads its own part of the source; about as many bytes."""
+    sizes = np.fromiter((item.nbytes for item in made.items), np.int64, len(made.items))
+    order = np.concatenate([*made.groups, np.zeros(0, np.int64)])
+    ends = np.cumsum(sizes[order])
+    owner = np.zeros(len(sizes), np.int64)
+    owner[order] = (ends - sizes[order] / 2) * size // max(1, int(sizes.sum()))
+    parts = (group[owner[group] == rank] for group in made.groups)
+    return [part for part in parts if len(part)]
 
 
 def fill(

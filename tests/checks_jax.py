@@ -1,6 +1,7 @@
 """Checks of JAX on eight pretended devices, or on two processes of two; `test_frameworks.py` runs them in processes of their own.
 
-`checks_jax.py CHECKPOINT GOLDEN` prints a JSON object: check -> what went wrong. With `PORT PROCESS` it is one of two processes.
+`checks_jax.py CHECKPOINT GOLDEN` prints a JSON object: check -> what went wrong. With `PORT PROCESS` it is one of two
+processes that restore, with `PORT PROCESS OUT` one of two that save.
 """
 
 from __future__ import annotations
@@ -200,6 +201,35 @@ def in_two_processes(path: str, golden: dict[str, Any], port: int, process: int)
     np.testing.assert_allclose(float(total), golden["model.layers.0.mlp.up_proj.weight"].astype(np.float32).sum(), rtol=1e-3)
 
 
+def saving_in_two_processes(path: str, golden: dict[str, Any], port: int, process: int, out: Path) -> None:
+    import jax
+
+    import meshload
+    from meshload import writing
+
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()).reshape(2, 2), ("a", "b"))
+    layout = {"*.up_proj.weight": (("b", "a"),), "*.down_proj.weight": ("b", "a"), "*.q_proj.weight": ("a",), "*": ()}
+    held = meshload.restore(path, mesh=mesh, layout=layout)
+    for to in ("hf", "orbax"):
+        meshload.save(out / to, held, to=to)
+        stored = meshload.open(out / to)
+        assert set(stored) == set(golden)
+        assert [name for name in golden if np.asarray(stored[name]).tobytes() != golden[name].tobytes()] == []
+        assert meshload.verify(path, out / to, names="native").ok
+    assert len(stored["model.layers.0.mlp.down_proj.weight"].pieces) == 4
+    assert len(stored["model.layers.0.self_attn.q_proj.weight"].pieces) == 2  # whose replicas are written once
+    if process == 1:
+
+        def full(self: Any, runs: Any) -> None:
+            raise meshload.SourceError("the disk is full")
+
+        writing.FileSink.put = full  # type: ignore[method-assign]
+    with pytest.raises(meshload.SourceError, match="the disk is full"):
+        meshload.save(out / "full", held, to="hf")
+    assert not (out / "full").exists()
+
+
 def main(path: str, truth: str, *process: str) -> None:
     count = 2 if process else 8
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
@@ -207,6 +237,8 @@ def main(path: str, truth: str, *process: str) -> None:
     from meshload.testing import read_safetensors
 
     golden = read_safetensors(Path(truth))
+    if len(process) == 3:
+        return saving_in_two_processes(path, golden, int(process[0]), int(process[1]), Path(process[2]))
     if process:
         return in_two_processes(path, golden, *map(int, process))
     told = {}

@@ -10,6 +10,7 @@ import re
 import sys
 import traceback
 import warnings
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import meshload
-from meshload.testing import read_safetensors
+from meshload.testing import read_safetensors, write_checkpoint
 
 
 class World:
@@ -333,6 +334,101 @@ def check_what_one_rank_lacks_all_are_told(world: World) -> None:
         meshload.restore(world.path, mesh="tp=4", like=like, exchange=True)
 
 
+def check_all_compare_their_share(world: World) -> None:
+    import meshload.exchange as exchange
+    from meshload.testing import counted
+
+    group, payload = exchange.running(), sum(values.nbytes for values in world.golden.values())
+    one, log = counted(meshload.open(world.path))
+    report = meshload.verify(one, world.out / "converted", names="native")
+    assert (report.problems, report.arrays, dict(report.apart)) == ((), len(world.golden), {})
+    parts = exchange.shared(group, log.nbytes)
+    assert sum(parts) == payload, (parts, payload)
+    assert all(abs(4 * part - payload) < 0.3 * payload for part in parts), (parts, payload)
+
+
+def check_all_are_told_the_differences_that_one_process_finds(world: World) -> None:
+    from meshload import checking, exchange
+
+    if world.rank == 0:
+        wrong = {name: values.copy() for name, values in world.golden.items()}
+        flat = wrong["model.embed_tokens.weight"].reshape(-1).view(np.uint16)
+        flat[[5, 700, -3]] ^= 0x8000
+        wrong["model.layers.2.mlp.up_proj.weight"][-1, -1] += 1
+        wrong["model.norm.weight"][7] = np.nan
+        del wrong["model.layers.1.mlp.up_proj.weight"]
+        write_checkpoint(world.out / "wrong", wrong, world.config)
+    distributed.barrier()
+    for pair in ((world.path, world.out / "wrong"), (world.out / "wrong", world.out / "converted")):
+        for options in ({}, {"max_bytes": 1 << 13}, {"rtol": 0.1, "max_bytes": 1 << 13}):
+            found = meshload.verify(*pair, **options)
+            running = checking.running
+            checking.running = exchange.Alone  # type: ignore[assignment]
+            try:
+                alone = meshload.verify(*pair, **options)
+            finally:
+                checking.running = running
+            assert (found.problems, found.arrays, found.apart) == (alone.problems, alone.arrays, alone.apart)
+            assert len(found.problems) == 4
+            assert exchange.shared(running(), str(found)) == [str(found)] * 4
+
+
+def check_digests_of_the_shares_add_up(world: World) -> None:
+    from meshload import checking
+
+    expected = {name: zlib.crc32(values.tobytes()) for name, values in world.golden.items()}
+    count, told = checking.ROUND, list[tuple[int, int]]()
+    try:
+        for path in (world.path, world.out / "converted"):
+            for max_bytes, checking.ROUND in ((None, count), (1 << 14, 1), (1 << 14, 3)):
+                told.clear()
+                found = meshload.digest(path, max_bytes=max_bytes, progress=lambda *both: told.append(both))
+                assert list(found.arrays) == list(meshload.open(path).with_names("hf"))
+                assert {name: entry.crc32 for name, entry in found.arrays.items()} == expected
+                assert not found.partial
+                assert [done for done, _ in told] == sorted(done for done, _ in told)
+                assert bool(told) == (world.rank == 0)
+                assert not told or told[-1][0] == told[-1][1] > 0
+    finally:
+        checking.ROUND = count
+
+
+def check_all_fail_where_one_cannot_compare(world: World) -> None:
+    from meshload import checking, exchange, writing
+
+    read, count, group = writing.read, checking.ROUND, exchange.running()
+    reads = 0
+
+    def torn(plan: Any, buffers: Any) -> None:
+        nonlocal reads
+        reads += 1
+        if world.rank == 3 and reads == 4:
+            raise meshload.SourceError("the cable was pulled")
+        read(plan, buffers)
+
+    try:
+        checking.ROUND = 2
+        for act in (lambda **o: meshload.verify(world.path, world.path, **o), lambda **o: meshload.digest(world.path, **o)):
+            reads, writing.read = 0, torn
+            with pytest.raises(meshload.SourceError, match="the cable was pulled"):
+                act(max_bytes=1 << 13)
+            assert exchange.shared(group, reads) == [4, 4, 4, 4]  # nobody goes on
+    finally:
+        writing.read, checking.ROUND = read, count
+
+
+def check_processes_that_compare_something_else_are_told(world: World) -> None:
+    other = world.out / "wrong" if world.rank == 1 else world.path
+    for act in (lambda: meshload.verify(other, other), lambda: meshload.digest(other)):
+        with pytest.raises(meshload.LayoutError, match=r"rank 0 would go through .* rank 1 through .* the same arguments"):
+            act()
+    limit = 1 << 30 if world.rank == 2 else 1 << 10  # what one takes whole the others cut
+    with pytest.raises(meshload.LayoutError, match="rank 2 through"):
+        meshload.verify(world.path, world.path, max_bytes=limit)
+    with pytest.raises(meshload.MeshloadError, match="max_bytes"):
+        meshload.digest(world.path, max_bytes=-1 if world.rank == 2 else None)
+
+
 WHOLE = {
     "rows": np.arange(64, dtype="f4").reshape(8, 8),
     "few": np.arange(10, dtype="f4"),
@@ -364,6 +460,24 @@ def check_uneven_and_empty_shards_are_saved(world: World) -> None:
     for to in ("hf", "orbax"):
         meshload.save(world.out / f"uneven_{to}", tensors, to=to)
         _compare(world.out / f"uneven_{to}", {name: name for name in WHOLE})
+
+
+def check_chunks_lie_within_slices_however_uneven_unless_they_are_too_many(world: World) -> None:
+    from meshload_adapters import _orbax_files
+
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    few = distribute_tensor(torch.from_numpy(WHOLE["few"]), square, [Shard(0), Shard(0)])  # of 10 elements 3, 2, 3, 2
+    meshload.save(world.out / "nested", {"few": few}, to="orbax")
+    _compare(world.out / "nested", {"few": "few"})
+    limit = _orbax_files.CHUNKS
+    _orbax_files.CHUNKS = 9
+    try:
+        with pytest.raises(meshload.LayoutError, match=r"few: several processes hold parts of one chunk.*tiny"):
+            meshload.save(world.out / "tiny", {"few": few}, to="orbax")
+    finally:
+        _orbax_files.CHUNKS = limit
+        distributed.barrier()
+    assert not [path for path in world.out.iterdir() if "tiny" in path.name]
 
 
 def check_strided_shards_of_several_boxes_are_saved(world: World) -> None:

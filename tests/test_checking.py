@@ -6,6 +6,7 @@ import hashlib
 import json
 import pathlib
 import re
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +17,14 @@ import pytest
 import meshload
 from meshload.array import stored_whole
 from meshload.checking import check
+from meshload.loading import with_views
 from meshload.pieces import union
 from meshload.source import Folder, open_folder
 from meshload.testing import counted, ramp, read_safetensors
 from meshload.testing import write_checkpoint as hf
 
 from .test_cases import LLAMA, llama
+from .test_writing_optimizers import trained
 
 
 class Copies:
@@ -328,6 +331,16 @@ def test_verify_reads_each_byte_once(tmp_path: pathlib.Path) -> None:
     assert log.nbytes == other_log.nbytes == sum(a.nbytes for a in arrays.values())
 
 
+def test_progress_ends_where_all_is_compared(tmp_path: pathlib.Path) -> None:
+    arrays = {f"w{i}": ramp(str(i), (50, 7)) for i in range(5)}
+    one, told = hf(tmp_path / "a", arrays), list[tuple[int, int]]()
+    meshload.verify(one, one, max_bytes=1 << 13, progress=lambda done, total: told.append((done, total)))
+    total = sum(a.nbytes for a in arrays.values())
+    assert told[0] == (0, total)
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
 def test_what_is_lost_on_one_side_is_a_problem_that_names_the_file(tmp_path: pathlib.Path) -> None:
     arrays = {f"w{i}": ramp(str(i), (5, 7)) for i in range(4)}
     one, other = hf(tmp_path / "a", arrays), hf(tmp_path / "b", arrays, shards=2)
@@ -335,3 +348,112 @@ def test_what_is_lost_on_one_side_is_a_problem_that_names_the_file(tmp_path: pat
     report = meshload.verify(one, other)
     assert {p.array for p in report.problems} == {"w2", "w3"}
     assert all("model-00002-of-00002.safetensors" in p.text for p in report.problems)
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+TITAN = GOLDEN / "dcp" / "titan" / "checkpoint"
+DEEPSPEED = GOLDEN / "deepspeed" / "z2-fp32-dp2-frozen"
+
+
+def altered(checkpoint: meshload.Checkpoint, kind: str, name: str, index: int, folder: pathlib.Path) -> meshload.Checkpoint:
+    """Return a checkpoint of which one element of one moment is another."""
+    values = np.asarray(checkpoint.optimizer[kind][name]).copy()
+    values.reshape(-1)[index] += 1
+    other = replace(meshload.open(hf(folder, {"w": values}))["w"], name=name)
+    moments = {**checkpoint.optimizer, kind: {**checkpoint.optimizer[kind], name: other}}
+    return replace(checkpoint, optimizer=moments)
+
+
+def test_moments_are_the_same_in_another_format_and_one_that_differs_is_named(tmp_path: pathlib.Path) -> None:
+    source = meshload.open(TITAN)
+    meshload.convert(source, tmp_path / "orbax", to="orbax", optimizer=True)
+    report = meshload.verify(source, tmp_path / "orbax", optimizer=True)
+    assert (report.problems, report.arrays) == ((), 3 * len(source))
+    wrong = altered(source, "exp_avg_sq", "tok_embeddings.weight", 5, tmp_path / "wrong")
+    assert meshload.verify(wrong, tmp_path / "orbax").ok  # weights alone, unless asked
+    assert meshload.verify(wrong, tmp_path / "orbax", optimizer="exp_avg").ok
+    (problem,) = meshload.verify(wrong, tmp_path / "orbax", optimizer=["exp_avg", "exp_avg_sq"]).problems
+    assert problem.array == "optimizer.exp_avg_sq.tok_embeddings.weight"
+    assert "1 of its" in problem.text
+    assert "from [0, 5] (in model.safetensors and opt_state.0.nu.tok_embeddings.weight)" in problem.text
+
+
+def test_moments_and_masters_are_the_same_on_another_topology_and_under_other_names(tmp_path: pathlib.Path) -> None:
+    source = trained(tmp_path, "bfloat16", masters=True)
+    meshload.convert(source, tmp_path / "out", to="megatron_core", mesh="pp=2,tp=2", optimizer=True)
+    report = meshload.verify(source, tmp_path / "out", optimizer=True)
+    assert (report.problems, report.arrays) == ((), 4 * len(source))
+    name = "model.layers.2.self_attn.k_proj.weight"
+    wrong = with_views(replace(altered(source, "master", name, 17, tmp_path / "wrong"), views={}))
+    for pair in ((wrong, tmp_path / "out"), (tmp_path / "out", wrong)):
+        (problem,) = meshload.verify(*pair, optimizer=True).problems
+        assert problem.array == f"optimizer.master.{name}"
+        assert "1 of its 128 elements differ, from [1, 1]" in problem.text
+
+
+def test_kinds_that_one_side_lacks_are_told_once_each(tmp_path: pathlib.Path) -> None:
+    source = meshload.open(DEEPSPEED)
+    meshload.convert(source, tmp_path / "orbax", to="orbax", optimizer=["exp_avg"])
+    count = len(source.optimizer["exp_avg"])
+    for pair, held in (((source, tmp_path / "orbax"), "exp_avg"), ((tmp_path / "orbax", source), None)):
+        problems = meshload.verify(*pair, optimizer=True).problems
+        assert {p.array for p in problems} == {"optimizer.master", "optimizer.exp_avg_sq"}
+        assert held is None or all(p.text == f"{tmp_path / 'orbax'} has none of its {count} arrays, but exp_avg" for p in problems)
+    assert meshload.verify(source, tmp_path / "orbax", optimizer=["exp_avg"]).ok
+
+
+def test_an_optimizer_that_is_not_there_is_no_agreement(tmp_path: pathlib.Path) -> None:
+    plain = hf(tmp_path / "plain", {"w": ramp("w", (2,))})
+    for act in (lambda **o: meshload.verify(plain, plain, **o), lambda **o: meshload.digest(plain, **o)):
+        with pytest.raises(meshload.LayoutError, match=r"optimizer=True: .*holds no optimizer state"):
+            act(optimizer=True)
+    with pytest.raises(meshload.LayoutError, match=r"optimizer=\['momentum'\]: .*holds exp_avg, exp_avg_sq"):
+        meshload.verify(TITAN, plain, optimizer=["momentum"])
+
+
+def with_steps(checkpoint: meshload.Checkpoint, **told: Any) -> meshload.Checkpoint:
+    meta = {key: value for key, value in checkpoint.meta.items() if key not in ("steps", "optimizer")}
+    return replace(checkpoint, meta={**meta, **told})
+
+
+def test_steps_are_compared_where_both_tell_them() -> None:
+    source = meshload.open(TITAN)
+    (count,) = {float(np.asarray(n)) for n in source.meta["steps"].values()}
+    for told in ({}, {"optimizer": {"step": int(count)}}, {"steps": dict.fromkeys(source, count)}):
+        assert meshload.verify(source, with_steps(source, **told), optimizer=True).ok
+    (problem,) = meshload.verify(source, with_steps(source, optimizer={"step": 99}), optimizer=True).problems
+    assert (problem.array, problem.text) == ("optimizer.step", f"its steps are {count:g} and 99")
+    steps = {**dict.fromkeys(source, count), "output.weight": 7}
+    (problem,) = meshload.verify(with_steps(source, steps=steps), source, optimizer=True).problems
+    assert (problem.array, problem.text) == ("optimizer.step.output.weight", f"its steps are 7 and {count:g}")
+    assert meshload.verify(with_steps(source, steps=steps), source).ok
+
+
+def test_moments_of_arrays_that_no_table_knows_are_converted_and_compared_too(tmp_path: pathlib.Path) -> None:
+    arrays = llama() | {"value_head": ramp("v", (3,))}
+    source = meshload.open(hf(tmp_path / "a", arrays, LLAMA))
+    source = with_views(replace(source, optimizer={"exp_avg": dict(source)}, views={}))
+    with pytest.warns(meshload.MeshloadWarning, match="value_head"):
+        meshload.convert(source, tmp_path / "out", to="orbax", names="megatron", optimizer=True)
+    assert meshload.verify(source, tmp_path / "out", optimizer=True).problems == ()
+    assert meshload.verify(source, tmp_path / "out", optimizer=True).arrays == 2 * len(arrays)
+    wrong = altered(source, "exp_avg", "value_head", 2, tmp_path / "wrong")
+    (problem,) = meshload.verify(with_views(replace(wrong, views={})), tmp_path / "out", optimizer=True).problems
+    assert problem.array == "optimizer.exp_avg.value_head"
+
+
+def test_a_digest_of_moments_is_that_of_their_values_and_is_checked_where_they_arrive(tmp_path: pathlib.Path) -> None:
+    source = trained(tmp_path, masters=True)
+    found = meshload.digest(source, optimizer=True)
+    values = {**source, **{f"optimizer.{kind}.{n}": a for kind, of in source.optimizer.items() for n, a in of.items()}}
+    assert {n: e.crc32 for n, e in found.arrays.items()} == {n: zlib.crc32(np.asarray(a).tobytes()) for n, a in values.items()}
+    meshload.convert(source, tmp_path / "out", to="megatron_core", mesh="tp=2", optimizer=True)
+    assert meshload.digest(tmp_path / "out", optimizer=True) == found
+    assert set(meshload.digest(source, optimizer="exp_avg").arrays) == {
+        n for n in values if ".exp_avg_sq." not in n and "master" not in n
+    }
+    assert set(meshload.restore(tmp_path / "out", into="numpy", optimizer=True, digest=found)) == set(values)
+    wrong = altered(source, "exp_avg", "model.norm.weight", 3, tmp_path / "wrong")
+    with pytest.raises(meshload.FormatError, match=r"digest=: optimizer\.exp_avg\.model\.norm\.weight has the CRC-32"):
+        meshload.restore(wrong, into="numpy", optimizer=True, digest=found)

@@ -216,6 +216,32 @@ def test_verify_ends_with_0_where_all_is_the_same_and_1_where_not(
     assert [p["array"] for p in found["problems"]] == ["w"]
 
 
+def test_processes_that_torchrun_starts_share_the_work_and_one_tells_of_it(tmp_path: pathlib.Path) -> None:
+    pytest.importorskip("torch")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "meshload"]
+
+    def told(*arguments: object) -> tuple[int, Any]:
+        done = subprocess.run([*launch, *map(str, arguments), "--json"], capture_output=True, text=True, timeout=240)
+        return done.returncode, json.loads(done.stdout)
+
+    status, found = told("convert", QWEN, tmp_path / "orbax", "--to", "orbax")
+    assert (status, found["arrays"]) == (0, 50)
+    wrong = read_safetensors(QWEN / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    config = json.loads((QWEN / "config.json").read_text())
+    other = write_checkpoint(tmp_path / "other", wrong | {name: np.zeros_like(wrong[name])}, config)
+    status, found = told("verify", other, tmp_path / "orbax")
+    assert (status != 0, found["arrays"], [p["array"] for p in found["problems"]]) == (True, 50, [name])
+
+
+def test_verify_and_digest_take_the_optimizer_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    titan = GOLDEN.parent / "dcp" / "titan" / "checkpoint"
+    for options, count in (((), 6), (("--optimizer", "exp_avg"), 12), (("--optimizer", "all"), 18)):
+        assert run_json(capsys, "verify", titan, titan, *options)["arrays"] == count
+        assert len(run_json(capsys, "verify", "--digest", titan, *options)["arrays"]) == count
+    assert run(capsys, "verify", titan, titan, "--optimizer", "momentum")[0] == 2
+
+
 def test_a_digest_is_printed_stored_and_compared(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     one = write_checkpoint(tmp_path / "one", {"w": values})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -11,17 +12,24 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorstore
 
 import meshload
+from meshload import Box
 from meshload.errors import FormatError, LayoutError, LimitError, MeshloadError, MeshloadWarning, SourceError
+from meshload.formats import Parts
+from meshload.pieces import empty
+from meshload.source import LocalFolder
 from meshload.testing import ramp, read_safetensors, same_bits, write_checkpoint
 from meshload.writing import NOTE, staging_of
+from meshload_adapters._orbax_files import chunks
 from meshload_adapters.formats.hf import HuggingFace
 from meshload_adapters.formats.orbax import Orbax
 
@@ -288,21 +296,59 @@ def test_every_dtype_and_shape_goes_through_orbax(to: Orbax, tmp_path: Path) -> 
     assert different(bits_of(tmp_path / "orbax"), arrays) == []
 
 
-def test_types_below_a_byte_keep_their_bits_between_hugging_face_folders(tmp_path: Path) -> None:
+def below_a_byte(folder: Path) -> tuple[Path, dict[str, Any]]:
     entries = {
         "a": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]},
         "b": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [4, 7]},
     }
     head = json.dumps(entries).encode()
     head += b" " * (-len(head) % 8)
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(range(7)))
-    meshload.convert(tmp_path / "src", tmp_path / "hf", to="hf")
-    data = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(range(7)))
+    return folder, entries
+
+
+def entries_of(folder: Path) -> dict[str, Any]:
+    """Return the entries of a file of safetensors, as it says them."""
+    data = (folder / "model.safetensors").read_bytes()
     n = 8 + struct.unpack("<Q", data[:8])[0]
-    made = {k: v for k, v in json.loads(data[8:n]).items() if k != "__metadata__"}
-    assert made == entries
-    assert data[n:] == bytes(range(7))
+    assert data[n:] == bytes(range(len(data) - n))
+    return {k: v for k, v in json.loads(data[8:n]).items() if k != "__metadata__"}
+
+
+def test_types_below_a_byte_keep_their_bits_between_hugging_face_folders(tmp_path: Path) -> None:
+    source, entries = below_a_byte(tmp_path / "src")
+    meshload.convert(source, tmp_path / "hf", to="hf")
+    assert entries_of(tmp_path / "hf") == entries
+
+
+def test_where_a_format_has_no_type_below_a_byte_that_is_told_or_refused(tmp_path: Path) -> None:
+    source, _ = below_a_byte(tmp_path / "src")
+    with pytest.warns(MeshloadWarning, match=r"orbax has no dtype for a \(F4\), b \(F6_E2M3\); their bits are kept") as told:
+        meshload.convert(source, tmp_path / "orbax", to="orbax")
+    assert [w.filename for w in told] == [__file__]
+    assert {n: values.tobytes() for n, values in bits_of(tmp_path / "orbax").items()} == {
+        "a": bytes(range(4)),
+        "b": bytes((4, 5, 6)),
+    }
+    assert [p.array for p in meshload.verify(source, tmp_path / "orbax").problems] == ["a", "b"]
+    with pytest.warns(MeshloadWarning, match=r"orbax has no dtype for a \(F4\), b \(F6_E2M3\)"):
+        meshload.index(source, tmp_path / "index")
+    with pytest.raises(LayoutError, match="b: torch has no dtype F6_E2M3"):
+        meshload.convert(source, tmp_path / "dcp", to="dcp")
+
+
+def test_packed_fours_are_the_same_for_torch_and_hugging_face(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"a": torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).reshape(2, 2)}, tmp_path / "state.pt")
+    meshload.convert(tmp_path / "state.pt", tmp_path / "hf", to="hf")
+    assert entries_of(tmp_path / "hf") == {"a": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}
+    meshload.convert(tmp_path / "hf", tmp_path / "dcp", to="dcp")
+    for path in (tmp_path / "state.pt", tmp_path / "hf", tmp_path / "dcp"):
+        found = meshload.restore(path, layout="replicated", into="torch")["a"]
+        assert found.dtype == torch.float4_e2m1fn_x2
+        assert found.view(torch.uint8).tolist() == [[0, 1], [2, 3]]
+        assert meshload.verify(tmp_path / "state.pt", path).problems == ()
 
 
 # --- chunks -----------------------------------------------------------------------------------------------------------
@@ -326,6 +372,24 @@ def test_an_uneven_dim_is_cut_as_the_mesh_cuts_it(tmp_path: Path) -> None:
     array = meshload.open(tmp_path / "orbax")["w"]
     assert array.pieces.shape.tolist() == [[4, 7], [4, 7], [4, 7], [1, 7]]
     assert same_bits(array, ramp("w", (13, 7)))
+
+
+def test_cuts_that_only_tiny_chunks_would_fit_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_checkpoint(tmp_path / "src", {"w": ramp("w", (10, 7))})
+    for limit, count in ((10, 10), (9, 1)):  # of 10 rows ranks have 3, 2, 3, 2
+        monkeypatch.setattr("meshload_adapters._orbax_files.CHUNKS", limit)
+        parts = Parts({"w": [(r, Box((at, 0), (n, 7))) for r, (at, n) in enumerate([(0, 3), (3, 2), (5, 3), (8, 2)])]})
+        folder = LocalFolder(tmp_path / str(limit))
+        Orbax().create(folder, meshload.open(path), parts)
+        assert len(Orbax().open(folder)["w"].pieces) == count
+
+
+def test_chunks_are_the_largest_of_which_every_part_is_made_whole() -> None:
+    for n in range(1, 11):
+        for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, n), k) for k in range(4)):
+            parts = [(r, Box((0, low), (5, high - low))) for r, (low, high) in enumerate(pairwise((0, *cuts, n)))]
+            found = chunks(meshload.Array("w", np.dtype("f4"), (5, n), empty(2)), parts)
+            assert found == (5, max(c for c in range(1, n + 1) if all(cut % c == 0 for cut in cuts)))
 
 
 def test_without_a_mesh_chunks_are_along_the_first_dims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,6 +677,35 @@ def test_a_killed_conversion_publishes_nothing_and_is_resumed(larger: Path, to: 
     meshload.convert(larger, target, to=to, resume=True, **options)
     assert os.listdir(tmp_path) == ["out"]
     assert NOTE not in os.listdir(target)
+    assert different(bits_of(target), bits_of(larger)) == []
+
+
+def referred(folder: Path) -> set[str]:
+    """Return the files that the versions of an OCDBT database refer to, as TensorStore shows it."""
+    store = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
+    told = tensorstore.ocdbt.dump(store).result()
+    files, places = set(), [version["root"]["location"] for version in told["versions"]]
+    assert not told["version_tree_nodes"]
+    while places:
+        kind, base, file, *_ = (place := places.pop()).split(":")
+        files.add(base + file)
+        for entry in tensorstore.ocdbt.dump(store, place).result()["entries"] if kind == "btreenode" else ():
+            places += [entry[key] for key in ("location", "indirect_value") if key in entry]
+    return files
+
+
+def test_what_a_killed_conversion_left_is_not_published(larger: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    assert converting(larger, target, "orbax", kill=0.4, max_bytes=1 << 20).returncode == -signal.SIGKILL
+    (staging_of(target) / "d" / "0123456789abcdef").write_bytes(b"what no commit knows of")
+    meshload.convert(larger, target, to="orbax", resume=True)
+    files = {f"d/{path.name}" for path in (target / "d").iterdir()}
+    assert files == referred(target)
+    assert different(bits_of(target), bits_of(larger)) == []
+    store = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{target}/"}).result()
+    for i in range(20):  # others may go on with the database
+        store.write(f"more/{i}", bytes(1000)).result()
+    assert len(store.list().result()) == 2 * 16 + 20
     assert different(bits_of(target), bits_of(larger)) == []
 
 

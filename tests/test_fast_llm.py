@@ -148,6 +148,7 @@ def test_steps_and_the_mesh_are_told() -> None:
     assert (meta["step"], meta["fast_llm_version"], meta["states"]) == (2, "0.4.0", ("weights", "exp_avgs", "exp_avgs_sq"))
     assert meta["mesh"] == {"tensor": 1, "pipeline": 2, "data": 2}
     assert meta["metadata"]["optimizer"]["current_step"] == 2
+    assert meta["optimizer"]["step"] == 2
     assert meta["fast_llm_config"]["multi_stage"] == {"layers_per_stage": 1.0}
 
 

@@ -709,12 +709,22 @@ def test_on_eight_devices(on_eight_devices: dict[str, str], check: str) -> None:
     assert on_eight_devices[check] == ""
 
 
-def test_two_processes_hold_what_is_theirs() -> None:
+def in_two_processes(*arguments: Any) -> None:
+    """Run the checks of two processes; what either says of an error is told."""
     folder = hf_fixture("llama_gqa_sharded_bf16")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     program = [sys.executable, str(HERE / "checks_jax.py"), str(folder / "checkpoint"), str(folder / "golden.safetensors"), port]
-    running = [subprocess.Popen([*program, i], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for i in "01"]
+    commands = [[*program, i, *map(str, arguments)] for i in "01"]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands]
     told = [process.communicate(timeout=240)[1][-3000:] for process in running]
     assert [process.returncode for process in running] == [0, 0], told
+
+
+def test_two_processes_hold_what_is_theirs() -> None:
+    in_two_processes()
+
+
+def test_two_processes_save_one_checkpoint(tmp_path: Path) -> None:
+    in_two_processes(tmp_path)

@@ -21,7 +21,7 @@ MODULES = sorted(p.stem for p in CORE.glob("*.py") if p.stem not in ("__init__",
 
 ORDER = [
     *("errors", "box", "digests", "expression", "pieces", "kernel", "array", "source"),
-    *("mesh", "layout", "pattern", "checkpoint"),
+    *("mesh", "layout", "pattern", "checkpoint", "steps"),
     *("scheduling", "sharing", "planning", "reading", "writing"),
     *("formats", "frameworks", "exchange", "streaming"),
     *("quantised", "adapted", "naming", "wanting"),

@@ -91,6 +91,19 @@ def test_every_dtype_and_every_stride_of_torch_is_saved(tmp_path: Path) -> None:
         meshload.save(tmp_path / "meta", torch.nn.Linear(2, 2, bias=False, device="meta"), to="hf")
 
 
+def test_packed_fours_of_torch_are_saved_as_such_or_that_is_told(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = {"w": torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).reshape(2, 4)}
+    for to in ("hf", "dcp"):
+        meshload.save(tmp_path / to, tensors, to=to)
+        found = meshload.restore(tmp_path / to, layout="replicated")["w"]
+        assert (found.dtype, tuple(found.shape)) == (torch.float4_e2m1fn_x2, (2, 4))
+        assert found.view(torch.uint8).flatten().tolist() == list(range(8))
+    with pytest.warns(meshload.MeshloadWarning, match=r"orbax has no dtype for w \(F4\)") as told:
+        meshload.save(tmp_path / "orbax", tensors, to="orbax")
+    assert [w.filename for w in told] == [__file__]
+
+
 def test_processes_without_a_group_are_told_to_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

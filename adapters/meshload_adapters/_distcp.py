@@ -45,7 +45,7 @@ from meshload.source import ByteSource, Folder, read_bytes
 from ._distcp_chunks import Chunks
 from ._distcp_runs import METADATA, Entries, Place, Runs, called, short
 from ._pickle import Global, Record, unpickle
-from ._torch_file import DTYPES, MAX_NDIM, TOO_LARGE, Tensor, TorchFile
+from ._torch_file import DTYPES, MAX_NDIM, PACKED, TOO_LARGE, Tensor, TorchFile
 
 OBJECT_LIMIT = 256 << 20
 """Bytes of an entry that is no tensor; more are not read at once."""
@@ -388,8 +388,7 @@ def _arrays(
             continue
         of, n = slice(bounds[i], bounds[i + 1]), len(listed.shape)
         pieces = Pieces(sources, source[of], rows.offset[of], rows.start[of, :n], rows.shape[of, :n], strides[of, :n])
-        stored = listed.dtype if listed.dtype == "float4_e2m1fn_x2" else None
-        found[name] = Array(name, DTYPES[listed.dtype], listed.shape, pieces, stored)
+        found[name] = Array(name, DTYPES[listed.dtype], listed.shape, pieces, PACKED.get(listed.dtype))
     return found
 
 

@@ -17,10 +17,10 @@ from meshload.box import Box
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError, listing
 from meshload.formats import Parts
+from meshload.steps import steps_of
 
 from ._distcp_files import NewEntry, chunks_of
 from ._param_groups import Group, told_groups
-from ._steps import steps_of
 from ._torch_writer import dtype_of
 
 FIELDS = {"momentum": "momentum_buffer"}

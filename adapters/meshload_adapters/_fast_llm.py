@@ -161,11 +161,13 @@ def _version(told: Mapping[str, Any]) -> tuple[int, int]:
 def _said(told: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is kept of the metadata."""
     said = {key: value for key, value in told["metadata"].items() if key != "state_index"}
+    counted = optimizer if isinstance(optimizer := said.get("optimizer"), dict) else {}
     found = {
         "fast_llm_version": str(told["fast_llm_version"]),
         "stored_format": told["format"],
         "states": tuple(told["shards"]),
         "metadata": said,
+        **({"optimizer": {"step": counted["current_step"]}} if "current_step" in counted else {}),
         "fast_llm_config": told["config"],
     }
     if "completed_steps" in said:

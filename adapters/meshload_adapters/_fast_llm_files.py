@@ -16,12 +16,12 @@ from meshload.naming import Model as Named
 from meshload.naming import model_of as named
 from meshload.pieces import empty
 from meshload.source import LocalFolder
+from meshload.steps import told_step
 from meshload.writing import lay_out, put
 
 from ._fast_llm_config import ACTIVATIONS, huggingface
 from ._fast_llm_layout import Layout, Model, Ranks, Section, layout_of, model_of
 from ._safetensors_files import head, shards
-from ._steps import told_step
 from ._yaml_writer import dumped
 
 METADATA = "metadata.yaml"

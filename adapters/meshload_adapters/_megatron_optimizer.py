@@ -21,10 +21,10 @@ import numpy as np
 from meshload.array import Array
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError, listing
+from meshload.steps import told_step
 
 from ._megatron_shards import taken_apart
 from ._param_groups import told_groups
-from ._steps import told_step
 from ._torch_writer import new_scalar
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -1,9 +1,9 @@
-"""OCDBT databases whose values lie in files that were there before.
+"""OCDBT databases whose values lie in files that were there before, or of which all but the last version is to be forgotten.
 
 TensorStore's OCDBT is a B+tree of keys. Values are inline in its leaves, or are ranges of data files: any file of the database's
-folder will do, named by its relative path. TensorStore itself writes no reference into a file of others, hence this encoder;
-it writes a database once, and changes none. The format: https://google.github.io/tensorstore/kvstore/ocdbt, where it is called
-experimental. Beyond that page, `manifest_kind` stands in the config behind the uuid. Seen: tensorstore 0.1.75 to 0.1.86.
+folder will do, named by its relative path. TensorStore itself writes no reference into a file of others, hence this encoder; it
+writes a database once, and of others the manifest alone. The format: https://google.github.io/tensorstore/kvstore/ocdbt, where it
+is called experimental. Beyond that page, `manifest_kind` stands in the config behind the uuid. Seen: tensorstore 0.1.75 to 0.1.86.
 
     node       u32be magic | u64le length of all | varint version 0 | varint compression 0 | body | u32le CRC-32C of all before
     manifest   config: uuid, varint manifest_kind 0, max_inline_value_bytes, max_decoded_node_bytes, u8 arity log2, compression 0
@@ -22,6 +22,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE
@@ -70,6 +71,32 @@ def database(values: Values, file: str, *, uuid: bytes, time_ns: int) -> tuple[b
         height += 1
         level = [_added(nodes, *_interior(height, file, part)) for part in _parts(level)]
     return _manifest(level[0], height, file, uuid, time_ns), bytes(nodes)
+
+
+def last_version(store: Any) -> tuple[bytes, set[str]]:
+    """Return a manifest that knows only the last version of a database, and the files that it refers to.
+
+    `store` is TensorStore's, of the folder of the database. Each commit leaves nodes behind that only older versions have, and what
+    is killed before it commits leaves values that no version has.
+    """
+    import tensorstore as ts
+
+    told = ts.ocdbt.dump(store).result()
+    version = told["versions"][-1]
+    root, statistics = version["root"]["location"], version["root"]["statistics"]
+    files, places = set(), [root]
+    while places:
+        place = places.pop()
+        kind, _, file, _, _ = place.split(":")
+        files.add(file)
+        if kind == "btreenode":
+            entries = ts.ocdbt.dump(store, place).result()["entries"]
+            places += [entry[key] for entry in entries for key in ("location", "indirect_value") if key in entry]
+    _, _, file, offset, length = root.split(":")
+    counts = (statistics[f"num_{word}"] for word in ("keys", "tree_bytes", "indirect_value_bytes"))
+    reference = _Reference(b"", int(offset), int(length), *counts)
+    uuid = bytes.fromhex(told["config"]["uuid"])
+    return _manifest(reference, version["root_height"], file, uuid, version["commit_time"]), files
 
 
 def _added(nodes: bytearray, node: bytes, first: bytes, keys: int, below: int, far: int) -> _Reference:

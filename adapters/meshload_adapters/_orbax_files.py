@@ -16,13 +16,19 @@ from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError, SourceError
 from meshload.formats import Parts
 from meshload.source import LocalFolder
-from meshload.writing import put
+from meshload.writing import put, remove
 
+from ._ocdbt import last_version
 from ._orbax import MOMENTS
 from ._orbax_find import TREE
+from ._orbax_record import MANIFEST
 
 CHUNK = 64 << 20
 """Bytes: chunks of arrays that no mesh cuts. A reader decodes a chunk whole, and many at a time."""
+CHUNKS = 1 << 18
+"""The most chunks of one array: writing as many takes half a minute, and each is an entry that all readers list."""
+DATA = "d"
+"""The folder in which OCDBT has its files."""
 DATA_FILE = 2 << 30
 """Bytes per file of OCDBT, as Orbax has it."""
 HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
@@ -45,17 +51,18 @@ def lay_out_tree(folder: LocalFolder, like: Checkpoint, parts: Parts, *, zarr3: 
 def chunks(array: Array, parts: Sequence[tuple[int, Box]]) -> Shape:
     """Return the chunk shape of which every rank's part is made whole; without parts, at most `CHUNK` bytes along the first dims.
 
+    So it is, too, where parts are cut so unevenly that they have no such chunks but tiny ones, more than `CHUNKS`.
+
     >>> from meshload.pieces import empty
     >>> chunks(Array("a", np.dtype("f4"), (13, 4), empty(2)), [(r, Box((4 * r, 0), (min(4, 13 - 4 * r), 4))) for r in range(4)])
     (4, 4)
     """
-    if not parts:
-        return _small(array.shape, array.dtype.itemsize)
     found = []
     for d, n in enumerate(array.shape):
         edges = {e for _, box in parts for e in (box.start[d], box.stop[d])} - {0, n}
-        found.append(math.gcd(*edges) if edges else n)
-    return tuple(max(1, n) for n in found)
+        found.append(max(1, math.gcd(*edges) if edges else n))
+    count = math.prod(-(-n // c) for n, c in zip(array.shape, found, strict=True))
+    return tuple(found) if parts and count <= CHUNKS else _small(array.shape, array.dtype.itemsize)
 
 
 def _small(shape: Shape, itemsize: int) -> Shape:
@@ -161,6 +168,16 @@ def paths_of(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
                 path.append(word)
         found[name] = tuple(path) if all(path) else (name,)
     return {name: found[name] for name in names}
+
+
+def keep_last_version(folder: LocalFolder) -> None:
+    """Remove the files of a database that only what was written before, or was not finished, has a use for."""
+    try:
+        manifest, files = last_version(folder.kvstore)
+        folder.kvstore.write(MANIFEST, manifest).result()
+    except (ValueError, OSError) as error:
+        raise SourceError(f"{folder.name}: going through what was written failed: {str(error)[:500]}") from error
+    remove(folder, [file for name in folder.names(DATA) if (file := f"{DATA}/{name}") not in files])
 
 
 def commit(folder: LocalFolder) -> None:

@@ -81,6 +81,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 """torch's dtypes that arrays can have. Two `float4_e2m1fn_x2` elements are one byte, and one element of torch's shape."""
 
+PACKED = {"float4_e2m1fn_x2": "F4"}
+"""Those that are stored as bytes -> what all formats call them, safetensors' word."""
+
 STORAGES: dict[str, str] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -214,7 +217,7 @@ class TorchFile:
         if why:
             raise FormatError(f"{name}: {why}")
         dtype, ndim = DTYPES[tensor.dtype], len(tensor.shape)
-        stored = tensor.dtype if tensor.dtype == "float4_e2m1fn_x2" else None
+        stored = PACKED.get(tensor.dtype)
         if 0 in tensor.shape:
             return Array(name, dtype, tensor.shape, empty(ndim, self.sources), stored)
         offset = self.extents[tensor.key][0] + tensor.offset

@@ -28,7 +28,7 @@ from meshload.errors import LayoutError
 
 from ._pickle import Global
 from ._pickle_writer import Call, Instance, Persistent, pickled
-from ._torch_file import DTYPES, STORAGES
+from ._torch_file import DTYPES, PACKED, STORAGES
 
 ROOT = "archive"
 ALIGNMENT = 64
@@ -37,7 +37,8 @@ SATURATED = 0xFFFFFFFF
 CLASSES = {dtype: name for name, dtype in STORAGES.items() if dtype in DTYPES and not name.lstrip("_").startswith("Untyped")}
 """The storage classes of dtypes that have one."""
 
-NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items() if name != "float4_e2m1fn_x2"}
+NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items() if name not in PACKED}
+FROM_BYTES = {stored: name for name, stored in PACKED.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +78,7 @@ def new_scalar(value: float) -> NewTensor:
 
 def dtype_of(array: Array) -> str:
     """Return torch's name of an array's dtype."""
-    if array.stored is not None and array.stored in DTYPES:
-        return array.stored
-    name = NAMES.get(np.dtype(array.dtype).newbyteorder("<")) if array.stored is None else None
+    name = NAMES.get(np.dtype(array.dtype).newbyteorder("<")) if array.stored is None else FROM_BYTES.get(array.stored)
     if name is None:
         raise LayoutError(f"{array.name}: torch has no dtype {array.stored or array.dtype.name}; give dtype=")
     return name

@@ -16,6 +16,7 @@ from meshload.box import Shape
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError, listing
 from meshload.frameworks import is_floating
+from meshload.steps import told_step
 
 from ._pickle import Global
 from ._pickle_writer import Call, Instance
@@ -70,24 +71,13 @@ def training_of(like: Checkpoint, step: int | None, writer: str) -> Training:
     small = [n for n in names if like.arrays[n].dtype.itemsize == 1]
     if small:
         raise LayoutError(f"{listing(small, 3)}: {like.arrays[small[0]].dtype.name} has no fp32 master; give what is not quantised")
-    told = _told_step(like) if step is None else step
+    told = told_step(like) if step is None else step
     if kinds and told is None:
         raise LayoutError(
             f"optimizer: which step {listing(kinds)} are of is told nowhere, and Adam's next one depends on it; "
             f"say it with {writer}(step=...)"
         )
     return Training({n: like.arrays[n].shape for n in names}, kinds, told, _told_groups(like) if owned else [])
-
-
-def _told_step(like: Checkpoint) -> int | float | None:
-    """Return the step that the source tells, as DeepSpeed's and universal checkpoints do."""
-    optimizer = like.meta.get("optimizer")
-    told = optimizer.get("step") if isinstance(optimizer, Mapping) else None
-    found = {s for s in (told.values() if isinstance(told, Mapping) else [told]) if is_number(s)}
-    if len(found) > 1:
-        some = listing((f"{s:g}" for s in sorted(found)), 3)
-        raise LayoutError(f"optimizer: its weights are of different steps, {some}; DeepSpeed has one for all")
-    return next(iter(found), None)
 
 
 def _told_groups(like: Checkpoint) -> list[dict[str, Any]]:

@@ -59,9 +59,10 @@ class Orbax:
         lay_out_tree(folder, like, parts, zarr3=self.zarr3, compress=self.compress)
 
     def commit(self, folder: LocalFolder) -> None:
-        """Write `_CHECKPOINT_METADATA` and `commit_success.txt`."""
-        from .._orbax_files import commit
+        """Keep what the arrays consist of, and write `_CHECKPOINT_METADATA` and `commit_success.txt`."""
+        from .._orbax_files import commit, keep_last_version
 
+        keep_last_version(folder)
         commit(folder)
 
     def check_shown(self, array: Array) -> None:

@@ -74,6 +74,9 @@ class Jax:
         world = self.world()
         return None if world is None or world.size == 1 else _Processes(world.rank, world.size)
 
+    def start_group(self) -> None:
+        """Return None: JAX's runtime is the program's own to start."""
+
     def wishes(self, like: Any) -> dict[str, Wish]:
         """Return what a pytree of shapes or arrays wants; a leaf's name is its path joined by dots."""
         import jax

@@ -39,6 +39,9 @@ class NumPy:
         """Return None: NumPy runs no processes."""
         return None
 
+    def start_group(self) -> None:
+        """Return None: NumPy has no groups."""
+
     def wishes(self, like: Any) -> dict[str, Wish]:
         """Return what a dict of arrays wants: its names, local shapes and dtypes."""
         if not isinstance(like, Mapping):

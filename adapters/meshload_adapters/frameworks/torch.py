@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,17 @@ class Torch:
         """Return the default process group, where it has several processes."""
         world = self.world()
         return None if world is None or world.size == 1 else _Processes(world.rank, world.size)
+
+    def start_group(self) -> Callable[[], None] | None:
+        """Make the default process group, of gloo, where torchrun tells its processes how to meet."""
+        if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+            return None
+        try:
+            from torch import distributed
+        except ImportError:
+            return None
+        distributed.init_process_group("gloo")
+        return distributed.destroy_process_group
 
     def wishes(self, like: Any) -> dict[str, Wish]:
         """Return what a module or a state dict wants: local shapes, or whole shapes with this rank's boxes for DTensors."""
@@ -397,9 +408,10 @@ def _sharding(placements: Sequence[Any], names: Sequence[str], ndim: int) -> Sha
 
 def _wish(name: str, tensor: Any, same: tuple[str, ...]) -> Wish:
     shape, dtype = tuple(tensor.shape), numpy_dtype(tensor.dtype)
+    stored = next((word for word, name in PACKED.items() if str(tensor.dtype) == f"torch.{name}"), None)
     device = None if tensor.is_meta else tensor.device
     if not hasattr(tensor, "placements"):
-        return Wish(shape, dtype, key=_Place(device), same=same)
+        return Wish(shape, dtype, key=_Place(device), same=same, stored=stored)
     mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     try:
         boxes = _boxes(mesh, placements, shape)
@@ -412,7 +424,7 @@ def _wish(name: str, tensor: Any, same: tuple[str, ...]) -> Wish:
             f"uneven cut that the placements do not tell; use sizes that divide"
         )
     slices = tuple((rank, boxes) for rank in Torch().ranks(mesh))
-    return Wish(shape, dtype, slices, _Place(device, mesh, placements), same)
+    return Wish(shape, dtype, slices, _Place(device, mesh, placements), same, stored)
 
 
 def _state(like: Any) -> dict[str, tuple[str, Any]]:
