@@ -301,6 +301,31 @@ def test_an_optimizer_of_megatron_goes_on_as_a_reshardable_one(tmp_path: Path, g
     assert found.meta["optimizer"]["step"] == 2
 
 
+def test_experts_have_an_optimizer_of_their_own_as_megatron_wrote_it(tmp_path: Path) -> None:
+    theirs = meshload.open(GOLDEN / "megatron/td-ep2-fp32-moe", config={"model_type": "mixtral"})
+    to = MegatronCore(distributed_optimizer=False, transformer_impl="local", hyperparameters=GROUP)
+    meshload.convert(theirs, tmp_path / "out", to=to, mesh="ep=2", optimizer=True)
+    mine = meshload.open(tmp_path / "out")
+    assert same_states(theirs.with_names("hf"), mine.with_names("hf"))
+    assert mine.meta["optimizer"]["step"] == theirs.meta["optimizer"]["step"] == 2
+    keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", *HYPER)
+    groups = [
+        [[{key: group[key] for key in keys} for group in part.meta["optimizer"][i]["param_groups"]] for i in range(2)]
+        for part in (mine, theirs)
+    ]
+    decayed = [{**group, "weight_decay": HYPER["weight_decay"] * group["wd_mult"]} for group in groups[1][0]]  # by its scheduler
+    assert groups[0] == [decayed, groups[1][1]]
+    assert [set(mine.meta["optimizer"][i]) for i in range(2)] == [set(theirs.meta["optimizer"][i]) for i in range(2)]
+    chunks = []
+    for folder in (tmp_path / "out", GOLDEN / "megatron/td-ep2-fp32-moe"):
+        file = next(folder.rglob(".metadata"))
+        tensors = read_listing([LocalFolder(file.parent).file(".metadata")]).tensors
+        padded = ("word_embeddings.weight", "output_layer.weight")
+        chunks.append({n: set(t.sizes.items()) for n, t in tensors.items() if "optimizer." in n and not n.endswith(padded)})
+    assert chunks[0] == chunks[1]
+    assert "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight" in chunks[0]
+
+
 def test_what_megatron_core_cannot_hold_of_an_optimizer_is_refused(tmp_path: Path) -> None:
     src, out = trained(tmp_path), tmp_path / "out"
     for meta, why in (
@@ -314,7 +339,7 @@ def test_what_megatron_core_cannot_hold_of_an_optimizer_is_refused(tmp_path: Pat
     with pytest.raises(LayoutError, match=r"Megatron has exp_avg_sq of all weights; of 27, .* lack it"):
         meshload.convert(src, out, to="megatron_core", optimizer=["exp_avg"])
     experts = meshload.open(GOLDEN / "megatron/td-ep2-fp32-moe", config={"model_type": "mixtral"})
-    with pytest.raises(LayoutError, match="another one for experts, which is not written"):
+    with pytest.raises(LayoutError, match=r"for experts, which is not written as a distributed.*distributed_optimizer=False"):
         meshload.convert(experts, out, to="megatron_core", optimizer=True)
     assert not out.exists()
 
