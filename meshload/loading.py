@@ -41,7 +41,7 @@ from .planning import plan as join
 from .quantised import SCALES, blocks_of, dequantised, scale_of
 from .ranks import resolved
 from .reading import Progress, buffers_for, read, values_of
-from .requesting import Collector, LayoutLike, all_names, missing_text, model_in, no_table, view_of
+from .requesting import Collector, LayoutLike, all_names, missing_text, model_in, no_names, view_of
 from .source import Folder, open_folder
 from .wanting import Wanted
 
@@ -152,7 +152,7 @@ def _shown_as(checkpoint: Checkpoint, naming: str) -> Checkpoint:
     source = model_in(checkpoint)
     target = model_of(naming, checkpoint.config, names=checkpoint.arrays)
     if source is None or target is None:
-        raise LayoutError(no_table(checkpoint, naming))
+        raise LayoutError(no_names(checkpoint, naming))
     ask(target)
     inventory = take_apart(source, all_names(checkpoint, source))
     made = shown(target, tied(target, inventory), checkpoint)

@@ -62,6 +62,11 @@ def naming_names() -> list[str]:
     return sorted({point.name for point in adapters("meshload.models")} - {"quantised"})
 
 
+def families_with(naming: str) -> list[str]:
+    """Return the families that have names in a naming."""
+    return sorted(_texts().get(naming, ()))
+
+
 def flattened(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with the keys of its `text_config` on top, as multimodal models nest them."""
     nested = config.get("text_config")

@@ -25,6 +25,7 @@ from .naming import (
     Model,
     ask,
     chosen,
+    families_with,
     family_of,
     located,
     model_of,
@@ -67,7 +68,7 @@ def view_of(checkpoint: Checkpoint, names: str | None, wishes: Mapping[str, Wish
         target = model_of(naming, checkpoint.config, names=checkpoint.arrays)
     if source is None or target is None:
         if names is not None:
-            raise LayoutError(no_table(checkpoint, names))
+            raise LayoutError(no_names(checkpoint, names))
         return View(checkpoint, None, None, None)
     ask(target)
     return View(checkpoint, source, target, tied(target, take_apart(source, all_names(checkpoint, source))))
@@ -215,7 +216,7 @@ class Collector:
             literal, layout = True, "replicated"
         if self.view.target is None and not literal:
             if self.mesh.size > 1 or layout is not None:
-                raise LayoutError(no_table(self.view.checkpoint, CANONICAL))
+                raise LayoutError(no_layout(self.view.checkpoint))
             literal, layout = True, "replicated"
         if literal:
             return self._want_literal(arrays, inventory, layout, prefix, step_of)
@@ -281,7 +282,7 @@ class Collector:
         if isinstance(layout, (str, Mapping)):
             return axes_by_pattern(layout, name, shape)
         if line is None or self.view.target is None:
-            raise LayoutError(no_table(self.view.checkpoint, CANONICAL))
+            raise LayoutError(no_layout(self.view.checkpoint))
         chosen_layout = layout if isinstance(layout, Layout) else Layout.default()
         return shown_axes(self.view.target.pattern(line[0]), chosen_layout, self.mesh, self.view.target.joints)
 
@@ -423,7 +424,8 @@ def model_in(checkpoint: Checkpoint) -> Model | None:
     return None if naming is None else model_of(naming, checkpoint.config, names=checkpoint.arrays)
 
 
-def no_table(checkpoint: Checkpoint, naming: str) -> str:
+def no_names(checkpoint: Checkpoint, naming: str) -> str:
+    """Say why a checkpoint cannot be shown under a naming."""
     family = family_of(checkpoint.config)
     example = next(iter(checkpoint), "model.norm.weight")
     model = model_in(checkpoint)
@@ -441,7 +443,14 @@ def no_table(checkpoint: Checkpoint, naming: str) -> str:
         why = "the config has no model_type; give it with config="
     else:
         why = f"there is no {naming} table for model_type {family!r} whose names these are (such as {example})"
+        known = families_with(naming)
+        why += f"; there are some for {listing(known)}" if known and family not in known else ""
+    return why
+
+
+def no_layout(checkpoint: Checkpoint) -> str:
+    """Say why a checkpoint's arrays have no layout of their own, and how to give them one."""
     return (
-        f"{why}. Without a table, say where arrays go: layout='replicated', or a dict of name patterns to mesh axes per dim, "
-        f"as in layout={{'*.o_proj.weight': (None, 'tp'), '*': ()}}"
+        f"{no_names(checkpoint, CANONICAL)}. Without a table, say where arrays go: layout='replicated', or a dict of name patterns "
+        f"to mesh axes per dim, as in layout={{'*.o_proj.weight': (None, 'tp'), '*': ()}}"
     )

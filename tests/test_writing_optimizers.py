@@ -79,6 +79,47 @@ def test_dcp_has_what_deepspeed_had(tmp_path: Path, golden: str) -> None:
     assert {key: found.meta["objects"][f"optim.param_groups.0.{key}"] for key in told} == told
 
 
+MEGATRON = {
+    "legacy-tp2-dp2-bf16-distopt": ("llama", 2),
+    "legacy-pp2-vp2-bf16-tied": ("llama", None),
+    "legacy-tp2-pp2-fp32": ("llama", None),
+    "td-tp2-dp2-fp32-distopt-dpre-qwen2": ("qwen2", 2),
+}
+"""Golden folder -> its family, and how many steps were taken, where it does not tell that."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::FutureWarning:torch")
+@pytest.mark.parametrize("golden", MEGATRON)
+def test_dcp_has_what_megatron_had_and_torch_loads_it(tmp_path: Path, golden: str) -> None:
+    torch = pytest.importorskip("torch")
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    family, count = MEGATRON[golden]
+    opened = meshload.open(GOLDEN / "megatron" / golden, config={"model_type": family})
+    meshload.convert(opened, tmp_path / "out", to=DCP(steps=count, hyperparameters=HYPER), mesh="tp=2", optimizer=True)
+    src, found = opened.with_names("hf"), meshload.open(tmp_path / "out")
+    assert sorted(found) == sorted(src)
+    assert [n for n in src if not same_bits(found[n], src[n])] == []
+    assert same_states(src, found)
+    assert steps(found) == dict.fromkeys(src, 2.0)
+    objects = dict(found.meta["objects"])
+    assert sorted(objects.pop("optim.param_groups.0.params")) == sorted(src)
+    assert {key: objects[f"optim.param_groups.0.{key}"] for key in HYPER} == HYPER
+    assert not any(key.startswith("optim.param_groups.1.") or key.endswith(("wd_mult", "max_lr")) for key in objects)
+    arrays = {f"optim.state.{n}.{kind}": a for kind, of in src.optimizer.items() for n, a in of.items()}
+    tensors = {key: torch.zeros(a.shape) for key, a in arrays.items()}
+    checkpoint.load(tensors, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert [key for key, a in arrays.items() if not same_bits(tensors[key].numpy(), a)] == []
+
+
+def test_what_megatrons_groups_decay_is_not_guessed(tmp_path: Path) -> None:
+    src = meshload.open(GOLDEN / "megatron/legacy-tp2-pp2-fp32", config={"model_type": "llama"})
+    assert src.meta["optimizer"]["step"] == 2
+    assert [group["wd_mult"] for group in src.meta["optimizer"]["param_groups"]] == [1.0, 0.0]
+    for given in (None, {"lr": 0.1}):
+        with pytest.raises(LayoutError, match="has 2 groups, and does not tell which of them"):
+            meshload.convert(src, tmp_path / "out", to=DCP(hyperparameters=given), optimizer=True)
+
+
 def test_what_the_source_does_not_tell_is_asked_for_or_left_to_the_loader(tmp_path: Path) -> None:
     arrays = {n: ramp(n, (4, 3)) for n in ("a.weight", "b.weight")}
     src = meshload.open(write_checkpoint(tmp_path / "src", arrays))
@@ -260,6 +301,31 @@ def test_an_optimizer_of_megatron_goes_on_as_a_reshardable_one(tmp_path: Path, g
     assert found.meta["optimizer"]["step"] == 2
 
 
+def test_experts_have_an_optimizer_of_their_own_as_megatron_wrote_it(tmp_path: Path) -> None:
+    theirs = meshload.open(GOLDEN / "megatron/td-ep2-fp32-moe", config={"model_type": "mixtral"})
+    to = MegatronCore(distributed_optimizer=False, transformer_impl="local", hyperparameters=GROUP)
+    meshload.convert(theirs, tmp_path / "out", to=to, mesh="ep=2", optimizer=True)
+    mine = meshload.open(tmp_path / "out")
+    assert same_states(theirs.with_names("hf"), mine.with_names("hf"))
+    assert mine.meta["optimizer"]["step"] == theirs.meta["optimizer"]["step"] == 2
+    keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", *HYPER)
+    groups = [
+        [[{key: group[key] for key in keys} for group in part.meta["optimizer"][i]["param_groups"]] for i in range(2)]
+        for part in (mine, theirs)
+    ]
+    decayed = [{**group, "weight_decay": HYPER["weight_decay"] * group["wd_mult"]} for group in groups[1][0]]  # by its scheduler
+    assert groups[0] == [decayed, groups[1][1]]
+    assert [set(mine.meta["optimizer"][i]) for i in range(2)] == [set(theirs.meta["optimizer"][i]) for i in range(2)]
+    chunks = []
+    for folder in (tmp_path / "out", GOLDEN / "megatron/td-ep2-fp32-moe"):
+        file = next(folder.rglob(".metadata"))
+        tensors = read_listing([LocalFolder(file.parent).file(".metadata")]).tensors
+        padded = ("word_embeddings.weight", "output_layer.weight")
+        chunks.append({n: set(t.sizes.items()) for n, t in tensors.items() if "optimizer." in n and not n.endswith(padded)})
+    assert chunks[0] == chunks[1]
+    assert "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight" in chunks[0]
+
+
 def test_what_megatron_core_cannot_hold_of_an_optimizer_is_refused(tmp_path: Path) -> None:
     src, out = trained(tmp_path), tmp_path / "out"
     for meta, why in (
@@ -273,7 +339,7 @@ def test_what_megatron_core_cannot_hold_of_an_optimizer_is_refused(tmp_path: Pat
     with pytest.raises(LayoutError, match=r"Megatron has exp_avg_sq of all weights; of 27, .* lack it"):
         meshload.convert(src, out, to="megatron_core", optimizer=["exp_avg"])
     experts = meshload.open(GOLDEN / "megatron/td-ep2-fp32-moe", config={"model_type": "mixtral"})
-    with pytest.raises(LayoutError, match="another one for experts, which is not written"):
+    with pytest.raises(LayoutError, match=r"for experts, which is not written as a distributed.*distributed_optimizer=False"):
         meshload.convert(experts, out, to="megatron_core", optimizer=True)
     assert not out.exists()
 

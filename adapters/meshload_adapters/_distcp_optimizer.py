@@ -29,6 +29,11 @@ FIELDS = {"momentum": "momentum_buffer"}
 COUNTED = frozenset(("exp_avg", "exp_avg_sq"))
 """Moments that mean nothing without the count of steps."""
 
+MADE_OF = {"wd_mult": "weight_decay"} | dict.fromkeys(
+    ("lr_mult", "is_decoupled_lr", "max_lr", "min_lr", "is_expert_parallel"), "lr"
+)
+"""What Megatron's groups keep to make a hyperparameter of, or to keep them apart: where that one is given, they say nothing."""
+
 Path = tuple[str | int, ...]
 
 
@@ -120,7 +125,10 @@ def _groups(groups: Sequence[Group], root: str, is_flat: bool) -> Iterator[tuple
 def _grouped(like: Checkpoint, owned: Sequence[str], given: Mapping[str, Any] | None) -> list[Group]:
     """Return the groups that the source tells, with what is given besides; one of all weights where it tells none."""
     more = dict(given or {})
-    told = [({**hyper, **more}, [n for n in names if n in like.arrays]) for hyper, names in told_groups(like)]
+    told = [
+        ({**{k: v for k, v in hyper.items() if MADE_OF.get(k) not in more}, **more}, [n for n in names if n in like.arrays])
+        for hyper, names in told_groups(like)
+    ]
     found: list[Group] = [*told] or [(more, [])]
     strange = sorted(set(owned) - {n for _, names in found for n in names})
     if not strange:

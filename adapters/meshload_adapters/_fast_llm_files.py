@@ -19,6 +19,7 @@ from meshload.source import LocalFolder
 from meshload.steps import told_step
 from meshload.writing import lay_out, put
 
+from ._defaults import chosen_of, epsilon_of, theta_of
 from ._fast_llm_config import ACTIVATIONS, huggingface
 from ._fast_llm_layout import Layout, Model, Ranks, Section, layout_of, model_of
 from ._safetensors_files import head, shards
@@ -32,11 +33,8 @@ VERSION = "0.4.0"
 STATES = {"exp_avg": "exp_avgs", "exp_avg_sq": "exp_avgs_sq"}
 """Kind of an optimizer's arrays -> Fast-LLM's word. Its weights are the masters."""
 
-FAMILIES = {"llama": 1e-6, "mistral": 1e-6, "mixtral": 1e-5, "qwen2": 1e-6}
-"""Families that can be said in Fast-LLM's words, with the epsilon that theirs have where the config says none."""
-
-THETAS = {"mixtral": 1e6}
-"""Bases of rotary embeddings where the config says none; 1e4 in other families."""
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2")
+"""Those that can be said in Fast-LLM's words."""
 
 
 def lay_out_named(folder: LocalFolder, like: Checkpoint, step: int | None, max_shard_size: int) -> None:
@@ -196,7 +194,7 @@ def base_of(config: Mapping[str, Any] | None) -> dict[str, Any]:
     if model is None or model.family not in FAMILIES:
         kind = (config or {}).get("model_type")
         raise LayoutError(f"Fast-LLM's metadata needs a config of {listing(FAMILIES)}; model_type is {kind!r}; give config=")
-    sizes, norm = model.sizes, {"type": "rms_norm", "epsilon": _epsilon(model)}
+    sizes, norm = model.sizes, {"type": "rms_norm", "epsilon": epsilon_of(model.family, model.config)}
     block = {"type": "decoder", "mixer": _mixer(model), "mlp": _mlp(model), "normalization": norm}
     base: dict[str, Any] = {
         "hidden_size": sizes["embed"],
@@ -207,11 +205,6 @@ def base_of(config: Mapping[str, Any] | None) -> dict[str, Any]:
     }
     huggingface(Section(base, "config.base_model"), model.family)  # raises where the family could not be told from it
     return base
-
-
-def _epsilon(model: Named) -> float:
-    told = model.config.get("rms_norm_eps")
-    return float(FAMILIES[model.family] if told is None else told)
 
 
 def _mixer(model: Named) -> dict[str, Any]:
@@ -247,18 +240,16 @@ def _mlp(model: Named) -> dict[str, Any]:
         "add_linear_biases": bool(model.family == "llama" and config.get("mlp_bias")),
     }
     if model.family == "mixtral":
-        chosen = config.get("num_experts_per_tok")
-        mlp |= {"type": "moe", "experts": model.sizes["expert"], "experts_per_token": 2 if chosen is None else chosen}
+        mlp |= {"type": "moe", "experts": model.sizes["expert"], "experts_per_token": chosen_of(model.family, config)}
     return mlp
 
 
 def _rotary(model: Named) -> dict[str, Any]:
     """Return the rotary embedding, from `rope_parameters` or, before transformers 5, `rope_theta` and `rope_scaling`."""
     config = model.config
-    told = config.get("rope_parameters") or {**(config.get("rope_scaling") or {}), "rope_theta": config.get("rope_theta")}
+    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = told.get("rope_type") or told.get("type") or "default"
-    theta = told.get("rope_theta")
-    found: dict[str, Any] = {"type": kind, "theta": float(THETAS.get(model.family, 1e4) if theta is None else theta)}
+    found: dict[str, Any] = {"type": kind, "theta": theta_of(model.family, config)}
     if kind not in KEYS or told.get("partial_rotary_factor", 1.0) != 1.0:
         raise LayoutError(f"config: rotary embeddings {dict(told)!r} cannot be said in Fast-LLM's config; it has {listing(KEYS)}")
     lacking = [key for key in KEYS[kind] if told.get(key) is None and key not in OPTIONAL]

@@ -56,8 +56,9 @@ from ._megatron_buffers import Refused
 from ._megatron_find import CORE, Save, find_save, lacking
 from ._megatron_flat import BUCKET, KINDS, PARAM_STATE, Run, buckets_of, states_of, unpacked
 from ._megatron_shards import EMBEDDING, GATED, HEAD, taken_apart
+from ._megatron_states import step_of
 from ._torch_file import TorchFile
-from ._zero import dict_of, scalar
+from ._zero import dict_of
 
 if TYPE_CHECKING:
     from .formats.megatron_core import MegatronCore
@@ -156,23 +157,12 @@ def _common(folder: Folder) -> tuple[Mapping[Any, Any], float | None, list[Probl
     """Return what is not sharded, and how many steps the optimizer took."""
     try:
         file = TorchFile.open(folder.file("common.pt"))
-        root, step = file.root, _step(file, dict_of(file.root).get("optimizer"))
+        root, step = file.root, step_of(file, dict_of(file.root).get("optimizer"))
     except (FormatError, SourceError) as error:
         return {}, None, [Problem(f"{error}; so args, and with them the model's config, are not known", file="common.pt")]
     if type(root) is not dict:
         return {}, None, [Problem(f"common.pt: holds {type(root).__name__}, a dict was expected", file="common.pt")]
     return root, step, []
-
-
-def _step(file: TorchFile, optimizer: Any) -> float | None:
-    """Return the steps of all parameters, of the first of several optimizers: beside its groups, or in them."""
-    found = dict_of(optimizer)
-    found = dict_of(found.get(0, found))
-    found = dict_of(found.get("optimizer", found))
-    groups = found.get("param_groups")
-    told = [dict_of(g).get("step") for g in (groups if type(groups) is list else ())]
-    told.append(dict_of(found.get("state")).get("common_step"))
-    return next((step for step in (scalar(file, one) for one in told) if step is not None), None)
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from meshload.naming import Model, model_of
 from meshload.source import LocalFolder
 from meshload.writing import lay_out, put
 
+from ._defaults import chosen_of, epsilon_of, first, theta_of
 from ._distcp_files import Chunk, NewEntry, lay_out_entries
 from ._megatron_find import TRACKER
 from ._megatron_optimizer import SHARDING, NewOptimizer
@@ -85,11 +86,9 @@ def arguments_of(
             f"config: attention_bias is {config.get('attention_bias')!r}, mlp_bias {config.get('mlp_bias')!r}; Megatron's "
             f"add_bias_linear gives biases to both or to neither"
         )
-    positions = _first(config, "max_position_embeddings", "n_positions") or sizes.get("positions")
+    positions = first(config, "max_position_embeddings", "n_positions") or sizes.get("positions")
     rope = config.get("rope_parameters")
-    theta = (rope.get("rope_theta") if isinstance(rope, Mapping) else None) or _first(config, "rope_theta", "rotary_emb_base")
     partial = (rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None) or config.get("rotary_pct")
-    eps = _first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     found: dict[str, Any] = {
         "num_layers": sizes["layer"],
         "encoder_num_layers": sizes["layer"],
@@ -104,11 +103,11 @@ def arguments_of(
         "add_position_embedding": learned,
         "position_embedding_type": "learned_absolute" if learned else "rope",
         "use_rotary_position_embeddings": not learned,
-        "rotary_base": None if learned else _whole(theta or 10000),
+        "rotary_base": None if learned else _whole(theta_of(model.family, config)),
         "rotary_percent": float(partial or (0.25 if model.family == "gpt_neox" else 1.0)),
         "rotary_interleaved": False,
         "normalization": "LayerNorm" if is_gpt else "RMSNorm",
-        "norm_epsilon": eps if eps is not None else (1e-5 if is_gpt else 1e-6),
+        "norm_epsilon": epsilon_of(model.family, config),
         "apply_layernorm_1p": bool(config.get("apply_layernorm_1p")),
         "swiglu": not is_gpt,
         "openai_gelu": False,
@@ -148,15 +147,11 @@ def arguments_of(
     }
     if experts:
         found |= {
-            "moe_router_topk": _first(config, "num_experts_per_tok"),
+            "moe_router_topk": chosen_of(model.family, config),
             "moe_ffn_hidden_size": sizes.get("moe_ffn", sizes.get("ffn")),
             "moe_layer_freq": _frequency(model),
         }
     return Instance(Global("argparse", "Namespace"), found)
-
-
-def _first(config: Mapping[str, Any], *keys: str) -> Any:
-    return next((config[k] for k in keys if config.get(k) is not None), None)
 
 
 def _whole(number: float) -> int | float:

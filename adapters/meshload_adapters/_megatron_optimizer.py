@@ -5,7 +5,8 @@
     optimizer.state.fp32_param.KEY                the masters of others, where the weights are of 16 bits
 
 Megatron looks its groups up in `param_groups` by `wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`: matrices decay,
-biases and what has one dim do not. Which weights a source decayed is of no account there.
+biases and what has one dim do not. Which weights a source decayed is of no account there. With experts there are two optimizers,
+numbered, of which the second has the experts' groups; their arrays are called alike.
 
 Source: https://github.com/NVIDIA/Megatron-LM, `megatron/core/optimizer`, 0.16.
 """
@@ -44,8 +45,8 @@ class NewOptimizer:
 
     arrays: Mapping[str, Mapping[str, Array]]
     """By Megatron's words for their kinds, then by the weight's name."""
-    common: Mapping[str, Any]
-    """`common.pt["optimizer"]`."""
+    common: Mapping[Any, Any]
+    """`common.pt["optimizer"]`; by number, where there are two."""
     step: int
     is_distributed: bool
 
@@ -57,9 +58,10 @@ def optimizer_of(
     if not like.optimizer:
         return None
     experts = [name for name in like.arrays if taken_apart(name).is_expert]
-    if experts:
+    if experts and is_distributed:
         raise LayoutError(
-            f"optimizer: Megatron has another one for experts, which is not written; experts are {listing(experts, 3)}"
+            f"optimizer: Megatron has another one for experts, which is not written as a distributed one; experts are "
+            f"{listing(experts, 3)}; say MegatronCore(distributed_optimizer=False)"
         )
     for kind in MOMENTS:
         lacking = [name for name in like.arrays if name not in like.optimizer.get(kind, ())]
@@ -83,8 +85,13 @@ def optimizer_of(
         groups = [{**group, "step": float(count)} for group in groups]
         common: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": SHARDING}
         return NewOptimizer(arrays, common, count, True)
-    common = {"state": {"common_step": new_scalar(count)}, "param_groups": groups}
-    return NewOptimizer(arrays, {"optimizer": common} if is_small else common, count, False)
+    parts = [[group for group in groups if not group["is_expert_parallel"]]]
+    if experts:
+        own = [group for group in groups if group["is_expert_parallel"]]
+        parts.append(own or [{**group, "is_expert_parallel": True} for group in parts[0] if group["wd_mult"]])
+    found = [{"state": {"common_step": new_scalar(count)}, "param_groups": part} for part in parts]
+    told = [{"optimizer": part} if is_small else part for part in found]
+    return NewOptimizer(arrays, dict(enumerate(told)) if experts else told[0], count, False)
 
 
 def _named(arrays: Mapping[str, Array]) -> dict[str, Array]:

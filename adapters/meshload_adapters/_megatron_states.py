@@ -19,6 +19,7 @@ from ._megatron_ranks import BUFFERS_FILE, COPY, Rank
 from ._megatron_shards import EMBEDDING, HEAD, Shard, parameters, taken_apart
 from ._pickle import Global
 from ._torch_file import DTYPES, Tensor, TorchFile
+from ._zero import dict_of, scalar
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,17 @@ def moments_of(rank: Rank, i: int, run: Model) -> Iterator[Moment]:
     separate = any(_is_expert(group) for part in parts for group in groups_of(part))
     for part in parts:
         yield from _states(rank, rank.file, 2 * i, part, every, separate, run)
+
+
+def step_of(file: TorchFile, optimizer: Any) -> float | None:
+    """Return the steps of all parameters, of the first of several optimizers: beside its groups, in them, or of its first one."""
+    found = optimizer[0] if type(optimizer) is list and optimizer else optimizer
+    found = dict_of(found)
+    found = _inner(dict_of(found.get(0, found)))
+    groups, state = found.get("param_groups"), dict_of(found.get("state"))
+    told = [dict_of(g).get("step") for g in (groups if type(groups) is list else ())]
+    told += [state.get("common_step"), dict_of(next(iter(state.values()), None)).get("step")]
+    return next((step for step in (scalar(file, one) for one in told) if step is not None), None)
 
 
 def _inner(part: Mapping[Any, Any]) -> Mapping[Any, Any]:

@@ -18,7 +18,9 @@ def told_groups(like: Checkpoint) -> list[Group]:
         optimizer = optimizer.get("optimizer")
     groups = optimizer["param_groups"] if isinstance(optimizer, Mapping) else None
     if isinstance(groups, Sequence):
-        return [({k: v for k, v in group.items() if k != "params"}, ()) for group in groups if isinstance(group, Mapping)]
+        return [
+            ({k: v for k, v in group.items() if k not in ("params", "step")}, ()) for group in groups if isinstance(group, Mapping)
+        ]
     return _of_objects(like, objects) if isinstance(objects, Mapping) else []
 
 
