@@ -488,12 +488,19 @@ class KeyValueFolder:
     entry: str | None = None
     seen: set[str] = field(default_factory=set)
     """Files that were there when they were asked for: several formats ask for the same."""
+    listed: dict[str, list[str]] = field(default_factory=dict)
+    """What has been listed already."""
 
     @property
     def name(self) -> str:
         return f"{self.url}{self.entry}" if self.entry else self.url
 
     def names(self, under: str = "") -> list[str]:
+        if under not in self.listed:
+            self.listed[under] = self._names(under)
+        return self.listed[under].copy()
+
+    def _names(self, under: str) -> list[str]:
         import tensorstore
 
         prefix = f"{_checked(under.rstrip('/'), self.url)}/" if under else ""
@@ -537,8 +544,8 @@ def _found(store: Any, key: str, name: str) -> bool:
         raise SourceError(f"{name}: cannot be read: {error}") from error
 
 
-STRETCH = 1 << 20
-"""Bytes that come in the time of some requests: where an end is known to lie among so few, they are read to be told of it."""
+START = 64 << 10
+"""Many a file of metadata ends within so many bytes."""
 PROBES = 16
 """Requests at once that look for an end."""
 
@@ -563,14 +570,14 @@ class KeyValueFile:
 
         The first such range may do; some stores tell of one behind the end too; else the end is looked for, by requests at once.
         """
-        told, far = self._told([(0, self.gap), (1 << 60, 1)])
+        told, far = self._told([(0, START), (1 << 60, 1)])
         if told is not None and told > 0:
             return told
         if far is not None and far > 0 and self._told([(far - 1, 2)]) == [far]:
             return far
-        low, high = 0 if told is not None else self.gap, 1 << 60
+        low, high = 0 if told is not None else START, 1 << 60
         while low < high:  # bytes before `low` are there, byte `high` is not
-            if high - low <= STRETCH:
+            if high - low <= self.gap:
                 (told,) = self._told([(low, high - low + 1)])
                 if told is not None and low < told <= high:
                     return told

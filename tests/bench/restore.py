@@ -75,7 +75,7 @@ def asked(question: str, folder: Path, rounds: int, cold: bool) -> dict[str, lis
         folder = folder / ORBAX
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     sums: dict[str, Any] = {}
-    with SERVED.get(question, nullcontext)(folder) as place:
+    with SERVED.get(question, lambda _: nullcontext())(folder) as place:
         for n in range(rounds + 1):
             for side in SIDES[question]:
                 if found.get(side) and "failed" in found[side][-1]:

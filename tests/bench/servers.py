@@ -45,10 +45,12 @@ def s3(folder: Path) -> Iterator[str]:
 
 def opened(place: str | Path) -> Any:
     """Return what meshload takes for a place, or for a folder."""
-    if isinstance(place, Path) or urlsplit(place).path == "/":
+    if isinstance(place, Path):
         return place
     import tensorstore
 
+    if urlsplit(place).path == "/":
+        return place
     os.environ |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_EC2_METADATA_DISABLED": "true"}
     told = urlsplit(place)
     spec = {"driver": "s3", "bucket": BUCKET, "endpoint": f"http://{told.netloc}", "aws_region": "us-east-1"}
@@ -91,6 +93,7 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
     served = 0
     lock = threading.Lock()
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else what follows the headers waits some 40 ms for their acknowledgement
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
