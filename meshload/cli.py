@@ -91,6 +91,7 @@ def _app() -> Any:
         exclude: list[str] | None = typer.Option(None, help="Globs of names to leave out."),  # noqa: B008
         missing: str = typer.Option("error", help="error or ignore."),
         optimizer: bool = typer.Option(False, help="Also the optimizer's arrays."),
+        exchange: bool | None = typer.Option(None, help="Whether processes share reads; by default over networks alone."),
         max_bytes: int | None = typer.Option(None, help="Ceiling of memory beside the result."),
         merge_gap: int | None = typer.Option(None, help="Unwanted bytes that are read rather than skipped."),
         format: str | None = format_,
@@ -111,13 +112,14 @@ def _app() -> Any:
             exclude=exclude or None,
             missing=missing,
             optimizer=optimizer,
+            exchange=exchange,
             max_bytes=max_bytes,
             merge_gap=merge_gap,
             format=format,
             config=config,
         )
         found = made.summary()
-        _print_json(found) if json else _print_plan(found, mesh)
+        _print_json(found) if json else _print_plan(found, made.sharing)
 
     @app.command(help="Compare index, headers and file sizes. Exit status 1 where something is wrong.")
     def check(
@@ -354,7 +356,7 @@ def _files(files: list[str]) -> str:
     return ", ".join(files) if len(files) <= 2 else f"{files[0]} .. {files[-1]} ({len(files)})"
 
 
-def _print_plan(found: dict[str, Any], mesh: str) -> None:
+def _print_plan(found: dict[str, Any], sharing: str) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -372,6 +374,7 @@ def _print_plan(found: dict[str, Any], mesh: str) -> None:
             print(f"{word}: {_names(names)}")
     for note in found["notes"]:
         print(note)
+    print(sharing)
     total = found["total"]
     print(f"in all: wanted {human(total['wanted_bytes'])}, read {human(total['read_bytes'])} in {total['reads']} requests")
 

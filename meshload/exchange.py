@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -20,11 +22,13 @@ from .pieces import Ints
 from .planning import Plan
 from .reading import Progress, read
 from .scheduling import Copies, compacted
-from .sharing import SLAB, Shared, share_out
+from .sharing import Shared, share_out
 from .source import Bytes, ByteSource, ChunkedSource, Source
 
 T = TypeVar("T")
 
+STEP = 2 << 30
+"""Bytes that take seconds to read, even from a cold disk."""
 COLUMNS = ("source", "offset", "strides", "target", "target_offset", "target_strides", "shape", "itemsize")
 
 
@@ -86,8 +90,8 @@ class Exchange:
     sources: Sequence[Source | None]
     """Those of all processes; None where this one has no part in it."""
     shared: Shared
-    budget: int
-    """Bytes that a process may hold, send and take in one round, each."""
+    steps: int
+    """In so many parts each process reads what it reads for itself, and hears of the others' failures in between."""
 
     @property
     def nbytes(self) -> int:
@@ -113,27 +117,26 @@ def exchange_of(plan: Plan, group: Group) -> Exchange:
         tables.append(Copies(places, **{**columns, "source": source, "target": target}))
     # slabs stay while what is sent is put together, joined and swapped; and all must mean the same rounds
     budget = max(1, min(ceiling for _, ceiling, _ in told) // 5)
-    shared = share_out(Copies.union(tables), slab=min(SLAB, budget), shareable=once)
+    table = Copies.union(tables)
+    shared = share_out(table, budget=budget, shareable=once)
     first = sum(len(columns["source"]) for _, _, columns in told[: group.rank])
-    return Exchange(group, mine, first, [own.get(key) for key in keys], shared, budget)
+    rest = table.take(shared.alone)
+    most = np.bincount(rest.target, rest.sizes * rest.itemsize, 1).max()
+    return Exchange(group, mine, first, [own.get(key) for key in keys], shared, max(1, math.ceil(most / STEP)))
 
 
 def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *, progress: Progress | None = None) -> None:
     """Fill buffers as `read` does; what several processes want is read once between them. Where one fails all raise."""
     group, shared = exchange.group, exchange.shared
-    alone = replace(plan, copies=exchange.mine.take(shared.alone[exchange.first : exchange.first + len(exchange.mine)]))
-    done, handed = 0, shared.parts.take(shared.parts.target == group.rank).nbytes
-
-    def advance(now: int, total: int) -> None:
-        nonlocal done
-        done = now
-        if progress:
-            progress(now, total + handed)
-
-    together(group, lambda: read(alone, buffers, progress=advance))
-    total = done + handed
+    handed = shared.parts.take(shared.parts.target == group.rank).nbytes
+    alone = [replace(plan, copies=copies) for copies in _alone(exchange)]
+    total = sum(part.schedule.nbytes for part in alone) + handed
+    done = 0
+    for part in alone:
+        together(group, partial(read, part, buffers, progress=progress and _advance(progress, done, total)))
+        done += part.schedule.nbytes
     held: dict[int, Bytes] = {}
-    for rows in shared.rounds(exchange.budget):
+    for rows in shared.rounds():
         sent = together(group, partial(_sent, exchange, rows, held)) or []
         taken = rows[shared.parts.target[rows] == group.rank]
         by_rank = shared.slabs[shared.slab[taken], 3]
@@ -147,16 +150,27 @@ def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *,
             progress(done, total)
 
 
+def _advance(progress: Progress, before: int, total: int) -> Progress:
+    return lambda done, _: progress(before + done, total)
+
+
+def _alone(exchange: Exchange) -> list[Copies]:
+    """Return what this process reads for itself, in the order of where it lies, in steps of about as many bytes."""
+    rest = exchange.mine.take(exchange.shared.alone[exchange.first : exchange.first + len(exchange.mine)])
+    rest = rest.take(np.lexsort((rest.offset, rest.source)))
+    ends = np.cumsum(rest.sizes * rest.itemsize)
+    edges = np.searchsorted(ends, np.arange(1, exchange.steps) * (rest.nbytes / exchange.steps), side="right")
+    return [rest.take(slice(a, b)) for a, b in pairwise([0, *edges.tolist(), len(rest)])]
+
+
 def _sent(exchange: Exchange, rows: Ints, held: dict[int, Bytes]) -> list[Bytes]:
     """Read this process's slabs, and return what goes to each process, part by part, row-major.
 
-    `held` are the slabs that are there from the round before.
+    `held` are the slabs that are there from the rounds before.
     """
     shared = exchange.shared
     of_mine = rows[shared.slabs[shared.slab[rows], 3] == exchange.group.rank]
     mine = np.unique(shared.slab[of_mine]).tolist()
-    for n in held.keys() - set(mine):
-        del held[n]
     fresh = [n for n in mine if n not in held]
     with ThreadPoolExecutor(4, thread_name_prefix="meshload") as pool:
         held.update(zip(fresh, pool.map(lambda n: _read(exchange, n), fresh), strict=True))
@@ -172,6 +186,9 @@ def _sent(exchange: Exchange, rows: Ints, held: dict[int, Bytes]) -> list[Bytes]
             data[at : at + here.nbytes].view(here.dtype).reshape(here.shape)[...] = here
             at += here.nbytes
         found.append(data)
+    for n in mine:
+        if shared.last[n] <= rows[-1]:
+            del held[n]
     return found
 
 

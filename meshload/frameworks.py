@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,8 @@ class Slice:
     rank: int
     box: Box | None
     """Where they lie in the whole array, as its naming shows it; None where that is no single box."""
-    values: NDArray[Any]
+    values: Any
+    """A NumPy array, or what the framework's own `Landing` gave."""
     stored: str | None = None
     """The format's own name of the dtype, where NumPy has none for it and the values are bytes: `F4`."""
 
@@ -146,6 +147,55 @@ class Framework(Protocol):
 
     def dtype(self, dtype: Any) -> np.dtype[Any] | None:
         """Return a dtype of this framework as NumPy's; None for what is not its own."""
+
+
+class Landing(Protocol):
+    """A tensor in the memory of a device, to be filled part by part: a sink of elements, in row-major order."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """What is wanted."""
+
+    @property
+    def tensor(self) -> Any:
+        """The tensor, once all parts have arrived."""
+
+    def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
+        """Begin to copy values to the elements from `start` on, cast to the tensor's dtype; return what does nothing.
+
+        The values may lie in staging memory, which is not given to anybody before the copy has ended.
+        """
+
+    def holds(self, start: int, values: NDArray[Any]) -> bool:
+        """Say no: nothing is there before it is written."""
+
+    def flush(self) -> None:
+        """Do nothing: `Staging.wait` waits for all."""
+
+
+class Staging(Protocol):
+    """Memory from which copies to devices go on by themselves."""
+
+    def memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return the calling thread's memory, at least `nbytes` of it, once no copy reads it any more."""
+
+    def landing(self, name: str, shape: Shape, dtype: np.dtype[Any], stored: str | None, placement: Placement) -> Landing | None:
+        """Return a new tensor on the device of a placement; None where that is main memory."""
+
+    def wait(self) -> None:
+        """Return once all copies have ended."""
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """A framework that fills devices part by part, while others are read."""
+
+    def staging(self) -> Staging | None:
+        """Return new staging memory; None where there are no such devices, which costs nothing."""
 
 
 def installed() -> dict[str, Framework]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from .digests import Digest, of_slice, total
 from .errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, MissingArray, MissingPieces, listing
 from .exchange import Alone, exchange_of, read_shared, running, shared, together
 from .formats import CONFIG, Format, choose, config_in, described
-from .frameworks import Framework, Group, Placement, Slice, framework_of, is_floating
+from .frameworks import Framework, Group, Landing, Placement, Slice, Streaming, framework_of, is_floating
 from .layout import Layout
 from .mesh import Mesh
 from .naming import (
@@ -36,7 +36,7 @@ from .naming import (
     tied,
     unwrapped,
 )
-from .planning import MAX_BYTES, Plan, Target, check_limit
+from .planning import MAX_BYTES, Choice, Plan, Target, check_limit
 from .planning import plan as join
 from .quantised import SCALES, blocks_of, dequantised, scale_of
 from .ranks import resolved
@@ -45,13 +45,16 @@ from .requesting import Collector, LayoutLike, all_names, missing_text, model_in
 from .source import Folder, open_folder
 from .wanting import Wanted
 
+if TYPE_CHECKING:
+    from .streaming import Stream
+
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Put garbage collection off: opening and planning make much that stays, and passing over it again and again takes as long.
 
-    A plan of 100,000 arrays took 10 s with it, 7 s without; and restoring a small model a fourth of a second more where the call
-    happened to set off a full collection of all that torch had made.
+    A plan of 100,000 arrays took 10 s with it, 7 s without; and restoring a small model 0.07 s more where the call happened to set
+    off a full collection of all that torch had made, which now waits for the caller's next young objects.
     """
     was = gc.isenabled()
     gc.disable()
@@ -59,6 +62,7 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         if was:
+            gc.collect(0)
             gc.enable()
 
 
@@ -244,7 +248,7 @@ def restore(
         raise LayoutError(f"rank={rank!r}: a number was expected; 'all' is for plan()")
     group = _exchanging(exchange, path, mesh, rank)
 
-    def prepare() -> tuple[_Request, Digest | None, dict[int, Any]]:
+    def prepare() -> tuple[_Request, Digest | None, Stream | None, dict[int, Any]]:
         request = _request(
             path,
             mesh,
@@ -266,39 +270,63 @@ def restore(
         )
         _warn(request)
         expected = digest if digest is None or isinstance(digest, Digest) else Digest.load(digest)
-        return request, expected, buffers_for(check_limit(request.plan))
+        made = check_limit(request.plan)
+        streamed = None if expected is not None or group.size > 1 else request.stream(device)
+        return request, expected, streamed, buffers_for(made, without=() if streamed is None else streamed.away)
 
-    prepared = together(group, prepare)  # all that may fail, so that no process waits for one that has raised
-    assert prepared is not None
-    request, expected, buffers = prepared
-    made = request.plan
-    if len({*shared(group, expected is None)}) > 1:
-        raise LayoutError("digest=: some processes gave one and others did not; with exchange, all compare or none")
-    with shown_progress(progress) as report:
-        if group.size > 1:
-            read_shared(made, buffers, exchange_of(made, group), progress=report)
-        else:
-            read(made, buffers, progress=report)
-    if expected is not None:
-        request.check_digest(buffers, expected, group)
-    request.check_ties(buffers)
-    return request.place(buffers, device)
+    with _uncollected():
+        prepared = together(group, prepare)  # all that may fail, so that no process waits for one that has raised
+        assert prepared is not None
+        request, expected, streamed, buffers = prepared
+        made = request.plan
+        if len({*shared(group, expected is None)}) > 1:
+            raise LayoutError("digest=: some processes gave one and others did not; with exchange, all compare or none")
+        with shown_progress(progress) as report:
+            if group.size > 1:
+                read_shared(made, buffers, exchange_of(made, group), progress=report)
+            elif streamed is not None:
+                streamed.run(buffers, report)
+            else:
+                read(made, buffers, progress=report)
+        if expected is not None:
+            request.check_digest(buffers, expected, group)
+        request.check_ties(buffers)
+        return request.place(buffers, device, {} if streamed is None else streamed.landings)
 
 
 def _exchanging(exchange: bool | None, path: Any, mesh: Any, rank: int | None) -> Group:
     """Return the processes that share their reads; only this one where they do not."""
-    if not (exchange is None or isinstance(exchange, bool)):
-        raise LayoutError(f"exchange={exchange!r}: True, False or None was expected")
-    if exchange and rank is not None:
-        raise LayoutError("exchange=True: processes share reads where each restores its own rank; leave out rank=")
+    _check_exchange(exchange, rank)
     if exchange is False or rank is not None or (exchange is None and mesh is None):
         return Alone()
     group = running()
     if exchange and group.size == 1:
         raise LayoutError("exchange=True needs a group of processes; initialise torch.distributed or jax.distributed first")
-    if exchange is None and (group.size == 1 or isinstance(path, Checkpoint) or not _spans(mesh, group)):
-        return Alone()
-    return group if exchange or open_folder(path).is_remote else Alone()
+    return group if group.size > 1 and _choice(exchange, path, mesh, rank, group).chosen else Alone()
+
+
+def _check_exchange(exchange: Any, rank: Any) -> None:
+    if not (exchange is None or isinstance(exchange, bool)):
+        raise LayoutError(f"exchange={exchange!r}: True, False or None was expected")
+    if exchange and rank not in (None, "all"):
+        raise LayoutError("exchange=True: processes share reads where each restores its own rank; leave out rank=")
+
+
+def _choice(exchange: bool | None, path: Any, mesh: Any, rank: Any, group: Group) -> Choice:
+    """Say whether processes share their reads: those of a group, or where only one runs, those that the mesh is made for."""
+    if exchange is not None:
+        return Choice(exchange, f"exchange={exchange}")
+    if rank not in (None, "all"):
+        return Choice(False, "rank= asks for one rank's slices")
+    if mesh is None:
+        return Choice(False, "without mesh= nobody knows what others want")
+    if isinstance(path, Checkpoint):
+        return Choice(False, "an open checkpoint was given")
+    if group.size > 1 and not _spans(mesh, group):
+        return Choice(False, "mesh= has not all processes that run")
+    if open_folder(path).is_remote:
+        return Choice(True, "an object store or a network file system")
+    return Choice(False, "a local file system")
 
 
 def _spans(mesh: Any, group: Group) -> bool:
@@ -324,6 +352,7 @@ def plan(
     missing: str = "error",
     optimizer: bool = False,
     copies: str = "first",
+    exchange: bool | None = None,
     max_bytes: int | None = None,
     merge_gap: int | None = None,
 ) -> Plan:
@@ -332,7 +361,8 @@ def plan(
         raise LayoutError(f"rank={rank!r}: a number or 'all' was expected")
     if into is None and like is None and isinstance(mesh, (str, Mapping, Mesh)):
         into = "numpy"  # a plan of sizes needs no framework
-    return _request(
+    _check_exchange(exchange, rank)
+    made = _request(
         path,
         mesh,
         rank,
@@ -351,6 +381,7 @@ def plan(
         max_bytes,
         merge_gap,
     ).plan
+    return replace(made, exchange=_choice(exchange, path, mesh, rank, running()))
 
 
 @dataclass
@@ -422,8 +453,33 @@ class _Request:
                 found[name, box] = of_slice(name, values, box, target.whole)
         return found, unlike
 
-    def place(self, buffers: dict[int, Any], device: Any) -> Any:
-        """Turn filled buffers into tensors, letting go of each buffer on the way."""
+    def stream(self, device: Any) -> Stream | None:
+        """Make the tensors of devices that are filled while others are read; None where there are none.
+
+        What is chunked is decoded whole, weights that are dequantised need their scales, and ties are compared in main memory.
+        """
+        staging = self.framework.staging() if isinstance(self.framework, Streaming) else None
+        if staging is None:
+            return None
+        from .streaming import stream
+
+        targets, sources, copies = self.plan.targets, self.plan.sources, self.plan.copies
+        chunked = np.asarray([s.unit != 1 for s in sources], bool)
+        held = {*self.plan.spare, *self.scales, *self.scales.values(), *np.unique(copies.target[chunked[copies.source]]).tolist()}
+        compared = {name for pair in self.ties for name in pair}
+        landings = {}
+        for i, target in enumerate(targets):
+            if i in held or target.name in compared or not target.size:
+                continue
+            dtype = self._wanted(target) or target.dtype
+            stored = target.stored if dtype == target.dtype else None
+            landing = staging.landing(target.name, target.shape, dtype, stored, self._placement(target, device))
+            if landing is not None:
+                landings[i] = landing
+        return stream(self.plan, landings, staging) if landings else None
+
+    def place(self, buffers: dict[int, Any], device: Any, landings: Mapping[int, Landing]) -> Any:
+        """Turn filled buffers into tensors, letting go of each buffer on the way; what has landed is there."""
         by_name: dict[str, list[int]] = {}
         for i, target in enumerate(self.plan.targets):
             if i not in self.scales.values() and i not in self.plan.spare:
@@ -437,18 +493,25 @@ class _Request:
             targets = [self.plan.targets[i] for i in numbers]
             slices = []
             for i, target in zip(numbers, targets, strict=True):
-                values = self._values(i, buffers, factors)
+                values = landings[i].tensor if i in landings else self._values(i, buffers, factors)
                 slices += [Slice(r, target.box, values, target.stored) for r in target.ranks]
-            placement = self.placements.get(name) or Placement(targets[0].whole)
-            tensor = self.framework.tensor(slices, replace(placement, device=device or placement.device))
+            tensor = self.framework.tensor(slices, self._placement(targets[0], device))
             tensors[name] = tensor
             for alias in {a for i in numbers for a in aliases.get(i, ())}:
                 tensors[alias] = tensor
         return tensors if self.like is None else self.framework.like(self.like, tensors)
 
+    def _placement(self, target: Target, device: Any) -> Placement:
+        placement = self.placements.get(target.name) or Placement(target.whole)
+        return replace(placement, device=device or placement.device)
+
+    def _wanted(self, target: Target) -> np.dtype[Any] | None:
+        """Return what a target is cast to, if to anything."""
+        return self.dtypes.get(target.name) or (self.dtype if is_floating(target.dtype) else None)
+
     def _values(self, i: int, buffers: dict[int, Any], factors: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
         target: Target = self.plan.targets[i]
-        wanted = self.dtypes.get(target.name) or (self.dtype if is_floating(target.dtype) else None)
+        wanted = self._wanted(target)
         others = [buffers.pop(n) for n in self.plan.others.get(i, ())]
         values = values_of(buffers.pop(i), target, others, None if i in self.scales else wanted)
         if i in self.scales and self.dtype is not None:

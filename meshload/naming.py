@@ -126,19 +126,21 @@ class Model:
             return False
         if line.condition is None:
             return True
-        names = needed(line.condition)
-        where = tuple([(d, i) for d, i in zip(line.counted, index, strict=True) if d in names])
-        found = self._held.get((line.condition, where))
+        key = line.name, line.condition
+        places, held = self._held.get(key) or self._held.setdefault(key, (_named(line), {}))
+        at = tuple([index[n] for n in places])
+        found = held.get(at)
         if found is None:
-            for name in set(names) & set(self.table.sizes):
+            for name in set(needed(line.condition)) & set(self.table.sizes):
                 if isinstance(evaluate(self.table.sizes[name], self.values), str):
                     raise LayoutError(f"config: {self.table.needs(name)} is a word, a whole number was expected")
-            found = self._held[line.condition, where] = bool(evaluate(line.condition, {**self.values, **dict(where)}))
+            where = dict(zip(line.counted, index, strict=True))
+            found = held[at] = bool(evaluate(line.condition, {**self.values, **where}))
         return found
 
     @cached_property
-    def _held(self) -> dict[tuple[str, tuple[tuple[str, int], ...]], bool]:
-        """What conditions have given, by the counted dims that they name: they are asked for each of many experts."""
+    def _held(self) -> dict[tuple[str, str], tuple[list[int], dict[Shape, bool]]]:
+        """By a line's name and condition: the counted dims that it names, and what it gave for those; many experts ask for it."""
         return {}
 
     def has(self, line: Line, index: Sequence[int]) -> bool:
@@ -262,6 +264,12 @@ def methods(kind: str) -> tuple[Method, ...]:
     """Return the installed methods by which arrays lie beside weights: `quantised` ones, or `adapted`."""
     points = [point for point in adapters("meshload.models") if point.name == kind]
     return tuple(parse_method(text) for point in points for text in point.load())
+
+
+def _named(line: Line) -> list[int]:
+    """Return which of a line's counted dims its condition names."""
+    names = needed(line.condition or "0")
+    return [n for n, d in enumerate(line.counted) if d in names]
 
 
 def rename(line: Line, index: Sequence[int]) -> str:

@@ -378,6 +378,7 @@ def _lay_term(node: Sum, part: str, pieces: Pieces, dim: int, size: SizeOf) -> P
 
 
 _DIGITS = re.compile(r"\d+")
+_ALL_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _FAMILIES = re.compile(r"^\s*families\s+([^#\n]*)", re.MULTILINE)
 _COUNTED = re.compile(r"\{(\w+)(?:\+(\d+))?\}")
 """What stands in a name for a number that counts a dim, from 0 or from another number."""
@@ -572,9 +573,12 @@ Place = tuple[Line, tuple[int, ...]]
 
 def by_shape(names: Iterable[str]) -> dict[str, list[str]]:
     """Group names that differ only in their numbers, as most of a model's do."""
-    found: dict[str, list[str]] = {}
+    alike: dict[bytes, list[str]] = {}  # bytes are translated in a tenth of the time that an expression takes
     for name in names:
-        found.setdefault(_DIGITS.sub("#", name), []).append(name)
+        alike.setdefault(name.encode(errors="surrogatepass").translate(_ALL_ZEROS), []).append(name)
+    found: dict[str, list[str]] = {}
+    for group in alike.values():
+        found.setdefault(_DIGITS.sub("#", group[0]), []).extend(group)
     return found
 
 

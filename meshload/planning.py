@@ -93,6 +93,14 @@ class Targets(Sequence[Target]):
             yield from block
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen, and why."""
+
+    chosen: bool
+    why: str
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What has to be read for some targets, and where it goes."""
@@ -114,6 +122,8 @@ class Plan:
     """Unwanted bytes that are read rather than skipped; None: as each source says."""
     apart: bool = False
     """Whether its ranks read each for themselves, so that counts add up over `each()`; else one process reads for all."""
+    exchange: Choice = Choice(False, "not asked")
+    """Whether processes that restore their ranks at once share these reads; counts are those of ranks that do not."""
 
     def each(self) -> dict[int, Plan]:
         """Return the plan of each rank."""
@@ -217,14 +227,21 @@ class Plan:
             "tied": sorted({alias for alias, _ in self.aliases}),
             "missing": list(self.missing),
             "unexpected": list(self.unexpected),
+            "exchange": {"shared": self.exchange.chosen, "why": self.exchange.why},
             "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
         return (
             f"{len(self.targets)} arrays, {self.wanted_bytes} bytes wanted, {self.read_bytes} read in {self.reads} requests, "
-            f"{self.peak_bytes} bytes beside the result"
+            f"{self.peak_bytes} bytes beside the result; {self.sharing}"
         )
+
+    @property
+    def sharing(self) -> str:
+        """What the plan prints of `exchange`."""
+        what = "processes share reads, each byte once" if self.exchange.chosen else "each process reads for itself"
+        return f"{what} ({self.exchange.why})"
 
     def files(self) -> dict[str, int]:
         """Return the bytes wanted of each file."""

@@ -3,14 +3,26 @@
 Runs that are contiguous at both ends go straight into their targets: long ones in requests of their own, shorter ones, such as
 the rows of a row-parallel weight, many at a time. Others are read in blocks through staging memory and cut there. Runs whose gap
 is at most `merge_gap` share a range of the source. Decoded chunks are read whole. The schedule is a value: its counts are those
-that the sources see.
+that the sources see. It names runs part by part, as they are read or counted, since a large model has millions.
+
+What is read that nobody wants follows from one number per source, its `gap`: so many unwanted bytes cost as much as one request.
+`merge_gap=` is the knob in its place: 0 reads exactly what is wanted, a large one whole ranges that are cut in memory.
+
+- Local and warm: a row costs some 0.6 us in a queue of hundreds, as much as copying some 8 KiB out of the page cache (measured on 2
+  cores). Ranges do not matter there: rows are taken one by one, and nothing that lies between them (`LocalFile.read_runs`).
+- Local and cold: a disk reads whole pages, and some 20 to 60 KiB while it finds a place; it is asked for all ranges of a batch at
+  once and finds one while it reads others, so that the gap is a page (`LocalFile.gap`). Of row-parallel weights at tp=4 it then
+  reads half of what plain reading through the gaps does, in the same time.
+- Over a network: a request costs as much as some hundred kilobytes (`KeyValueFile.gap`).
+
+Mapped files are no third way: reading rows of them is a fifth faster, and ends the process where another cuts the file.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -127,7 +139,9 @@ class Straight:
 
     source: int
     ranges: Ints
-    """Rows of `Schedule.ranges`."""
+    """Rows of `Part.ranges`."""
+    runs: Ints
+    """Rows of `Part.straight`, from that on with which the first range begins."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +150,9 @@ class Staged:
 
     source: int
     ranges: Ints
-    """Rows of `Schedule.staged`."""
+    """Rows of `Part.staged`."""
+    cuts: Ints
+    """All of `Part.cuts`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,14 +187,10 @@ class Cut:
     count: int
 
 
-@dataclass(frozen=True, eq=False)
-class Schedule:
-    """The reads of a plan."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The runs of some copies, and the ranges that they are read by."""
 
-    copies: Copies
-    """Compact: extents of 1 in front, dims by falling source stride, neighbours merged where both ends allow it."""
-    inner: Ints
-    """`(n,)`: how many of a copy's last dims are one contiguous run in the source."""
     straight: Ints
     """`(m, 5)`, ascending: source, start, length, target and target offset of the runs that need no staging."""
     ranges: Ints
@@ -187,39 +199,74 @@ class Schedule:
     """`(m, 5)`: source, start, length, first row and end row of `cuts`."""
     cuts: Ints
     """`(m, 3)`: the columns of `Cut`."""
+
+    def batches(self, block: int) -> list[Batch]:
+        """Return the reads in batches, ascending."""
+        found: list[tuple[int, int, Batch]] = []
+        for rows in _tasks(self.ranges, block):
+            source, start = rows[0, :2].tolist()
+            found.append((source, start, Straight(source, rows, self.straight[rows[0, 3] : rows[-1, 4]])))
+        for rows in _tasks(self.staged, block):
+            source, start = rows[0, :2].tolist()
+            found.append((source, start, Staged(source, rows, self.cuts)))
+        return [batch for _, _, batch in sorted(found, key=itemgetter(0, 1))]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """The reads of a plan. Runs are named part by part as they are read: a large model has millions."""
+
+    copies: Copies
+    """Compact: extents of 1 in front, dims by falling source stride, neighbours merged where both ends allow it."""
+    inner: Ints
+    """`(n,)`: how many of a copy's last dims are one contiguous run in the source."""
+    groups: Sequence[Ints]
+    """The copies of each part, ascending, by number."""
+    gaps: Ints
+    """Per source: unwanted bytes that are read rather than skipped."""
     chunks: tuple[Chunk, ...]
+    largest_unit: tuple[int, str]
+    """The bytes of the largest single unit that must be held, and its source's name."""
     block: int
     threads: int
+
+    def parts(self) -> Iterator[Part]:
+        """Go through the parts, each made when it is asked for."""
+        return iter(self._all) if len(self.groups) == 1 else map(self._part, self.groups)
+
+    @cached_property
+    def _all(self) -> list[Part]:
+        return [self._part(rows) for rows in self.groups]
+
+    def _part(self, rows: Ints) -> Part:
+        return _ranges(self.copies, rows, self.inner, self.gaps, self.block)
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes asked of the sources."""
-        return int(self.ranges[:, 2].sum() + self.staged[:, 2].sum()) + sum(c.nbytes for c in self.chunks)
+        return self._counts[0]
 
     @property
     def requests(self) -> int:
         """Requests to the sources."""
-        return len(self.ranges) + len(self.staged) + len(self.chunks)
+        return self._counts[1]
 
     @property
-    def largest_unit(self) -> tuple[int, str]:
-        """The bytes of the largest single unit that must be held, and its source's name."""
-        units = [(UNIT_COST * c.nbytes, c.source) for c in self.chunks]
-        if len(self.staged):
-            units.append((int(self.staged[:, 2].max()), int(self.staged[self.staged[:, 2].argmax(), 0])))
-        need, source = max(units, default=(0, -1))
-        return need, self.copies.sources[source].name if need else ""
-
-    @property
-    def staging_bytes(self) -> int:
-        """Staging memory of a thread: for cuts, and for runs whose source cannot skip what lies between them."""
-        several = self.ranges[self.ranges[:, 4] - self.ranges[:, 3] > 1]
-        return max((int(table[:, 2].max()) for table in (self.staged, several) if len(table)), default=0)
-
-    @cached_property
     def peak_bytes(self) -> int:
         """Memory beside the targets, at most, that all threads hold."""
-        return self.threads * max(map(self._held_by, self.batches()), default=0)
+        return self.threads * self._counts[2]
+
+    @cached_property
+    def _counts(self) -> tuple[int, int, int]:
+        """Bytes, requests, and the most that a batch holds."""
+        nbytes, requests, held = sum(c.nbytes for c in self.chunks), len(self.chunks), 0
+        for decoded in _decoded(self.chunks, self.block):
+            held = max(held, self._held_by(decoded))
+        for part in self.parts():
+            nbytes += int(part.ranges[:, 2].sum() + part.staged[:, 2].sum())
+            requests += len(part.ranges) + len(part.staged)
+            held = max(held, max(map(self._held_by, part.batches(self.block)), default=0))
+        return nbytes, requests, held
 
     def _held_by(self, batch: Batch) -> int:
         """Return the memory that a batch takes while it is read."""
@@ -245,24 +292,26 @@ class Schedule:
 
     def batches(self) -> Iterator[Batch]:
         """Go through the reads in batches, each for one thread: ascending within a source, a few sources taken in turns."""
-        of_source: dict[int, list[tuple[int, Batch]]] = {}
-        for chunks in _decoded(self.chunks, self.block):
-            of_source.setdefault(chunks.source, []).append((chunks.chunks[0].k, chunks))
-        tables: tuple[tuple[Ints, Callable[[int, Ints], Batch]], ...] = ((self.ranges, Straight), (self.staged, Staged))
-        for table, kind in tables:
-            for rows in _tasks(table, self.block):
-                source, start = rows[0, :2].tolist()
-                of_source.setdefault(source, []).append((start, kind(source, rows)))
-        waiting = deque(iter(sorted(batches, key=itemgetter(0))) for _, batches in sorted(of_source.items()))
-        turns: deque[Iterator[tuple[int, Batch]]] = deque()
-        while waiting or turns:
-            while waiting and len(turns) < self.threads:
-                turns.append(waiting.popleft())
-            batches = turns.popleft()
-            batch = next(batches, None)
-            if batch is not None:
-                yield batch[1]
-                turns.append(batches)
+        yield from _in_turns(_decoded(self.chunks, self.block), self.threads)
+        for part in self.parts():
+            yield from _in_turns(part.batches(self.block), self.threads)
+
+
+def _in_turns(batches: Iterable[Batch], most: int) -> Iterator[Batch]:
+    """Take batches from up to so many sources in turns."""
+    of_source: dict[int, list[Batch]] = {}
+    for batch in batches:
+        of_source.setdefault(batch.source, []).append(batch)
+    waiting = deque(iter(found) for _, found in sorted(of_source.items()))
+    turns: deque[Iterator[Batch]] = deque()
+    while waiting or turns:
+        while waiting and len(turns) < most:
+            turns.append(waiting.popleft())
+        batches_left = turns.popleft()
+        next_one = next(batches_left, None)
+        if next_one is not None:
+            yield next_one
+            turns.append(batches_left)
 
 
 def _tasks(ranges: Ints, block: int) -> list[Ints]:
@@ -296,18 +345,62 @@ UNIT_COST = 3
 
 def schedule(copies: Copies, *, merge_gap: int | None, max_bytes: int) -> Schedule:
     """Order the reads of some copies under a memory ceiling."""
-    chunked = np.asarray([s.unit != 1 for s in copies.sources], bool)
+    units = np.asarray([s.unit for s in copies.sources], np.int64)
     held = _holding(copies.sources)
     compact = compacted(copies)
-    in_chunks = chunked[compact.source] if len(compact) else np.zeros(0, bool)
-    chunks = _chunks(compact, np.flatnonzero(in_chunks))
-    largest = max((UNIT_COST * c.nbytes for c in chunks), default=0)
+    in_chunks = units[compact.source] > 1
+    largest = UNIT_COST * int(units[compact.source[in_chunks]].max(initial=0))
     parts = 4 if held.any() else 2  # a range that begins in a block may reach as far behind it; some sources hold it twice
     is_far = held.any() or any(getattr(s, "is_far", False) for s in copies.sources)
     threads = max(1, min(NETWORK_THREADS if is_far else THREADS, max_bytes // max(largest, parts * SMALL_BLOCK)))
     block = max(1, min(BLOCK, max_bytes // (parts * threads)))
-    ranged = _ranges(compact, np.flatnonzero(~in_chunks), merge_gap, block)
-    return Schedule(compact, *ranged, chunks, block, threads)
+    compact = _shortened(compact, ~in_chunks, block)
+    in_chunks = units[compact.source] > 1
+    chunks, rows = _chunks(compact, np.flatnonzero(in_chunks)), np.flatnonzero(~in_chunks)
+    inner, run = _source_runs(compact, block)
+    counts = _outer(compact, inner).prod(axis=1, dtype=np.int64)
+    gaps = np.asarray([getattr(s, "gap", 0) if merge_gap is None else merge_gap for s in copies.sources], np.int64)
+    held_whole = [(UNIT_COST * c.nbytes, c.source) for c in chunks]
+    cut = rows[~_is_straight(compact, inner)[rows] | ((run[rows] < min(SHORT, block)) & (counts[rows] > 1))]
+    held_whole += [(int(run[i]), int(compact.source[i])) for i in cut[run[cut].argsort()[-1:]]]
+    need, source = max(held_whole, default=(0, -1))
+    largest_unit = need, compact.sources[source].name if need else ""
+    return Schedule(compact, inner, _groups(compact, rows, counts), gaps, chunks, largest_unit, block, threads)
+
+
+PART = 1 << 15
+"""Runs that are named at once: their columns stay in a core's cache, some 10 MB in all."""
+
+
+def _shortened(copies: Copies, which: NDArray[np.bool_], block: int) -> Copies:
+    """Cut those of some copies that have more runs than a part along their first dims."""
+    for d in range(copies.shape.shape[1]):
+        outer = _outer(copies, _source_runs(copies, block)[0])
+        slabs = np.where(which, np.minimum(-(-outer.prod(axis=1, dtype=np.int64) // PART), outer[:, d]), 1)
+        if (slabs > 1).any():
+            rows = np.repeat(np.arange(len(copies)), slabs)
+            k, n = np.arange(len(rows)) - np.repeat(np.cumsum(slabs) - slabs, slabs), slabs[rows]
+            copies, which, extent = copies.take(rows), which[rows], copies.shape[rows, d]
+            first, end = k * extent // n, (k + 1) * extent // n
+            copies.shape[:, d] = end - first
+            copies.offset[:] += first * copies.strides[:, d]
+            copies.target_offset[:] += first * copies.target_strides[:, d]
+    return copies
+
+
+def _groups(copies: Copies, rows: Ints, counts: Ints) -> list[Ints]:
+    """Divide copies into groups of so many runs as a part has; those that share bytes of a source stay together."""
+    reach = (copies.shape - 1) * copies.strides
+    start, stop = copies.offset + reach.clip(max=0).sum(axis=1), copies.offset + reach.clip(min=0).sum(axis=1) + copies.itemsize
+    rows = rows[np.lexsort((start[rows], copies.source[rows]))]
+    if counts[rows].sum() <= PART:
+        return [rows]
+    source = copies.source[rows]
+    apart = np.ones(len(rows), bool)
+    apart[1:] = (source[1:] != source[:-1]) | (start[rows][1:] >= _running_maximum(source, stop[rows])[:-1])
+    first = np.flatnonzero(apart)  # of those that share bytes
+    before = (np.cumsum(counts[rows]) - counts[rows])[first]
+    return np.split(rows, first[np.flatnonzero(np.diff(before // PART)) + 1])
 
 
 def _holding(sources: Sequence[Source]) -> NDArray[np.bool_]:
@@ -366,18 +459,14 @@ def _chunks(copies: Copies, rows: Ints) -> tuple[Chunk, ...]:
     )
 
 
-def _ranges(copies: Copies, rows: Ints, merge_gap: int | None, block: int) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    """Return `inner`, `straight`, `ranges`, `staged` and `cuts` of a schedule."""
-    inner, run = _source_runs(copies, block)
-    if not len(rows):
-        none = np.zeros((0, 5), np.int64)
-        return inner, none, none, none, np.zeros((0, 3), np.int64)
-    copy, index, start = _expanded(copies, rows, inner)
-    length = run[copy]
+def _ranges(copies: Copies, rows: Ints, inner: Ints, gaps: Ints, block: int) -> Part:
+    """Return the ranges of some copies."""
+    copies, inner = copies.take(rows), inner[rows]
+    copy, index, start = _expanded(copies, inner)
+    length = (copies.sizes * copies.itemsize // _outer(copies, inner).prod(axis=1, dtype=np.int64).clip(1))[copy]
     order = np.lexsort((start, copies.source[copy]))
     copy, index, start, length = copy[order], index[order], start[order], length[order]
     source = copies.source[copy]
-    gaps = np.asarray([getattr(s, "gap", 0) if merge_gap is None else merge_gap for s in copies.sources], np.int64)
 
     plain = _is_straight(copies, inner)
     runs = np.bincount(copy, minlength=len(copies))
@@ -394,9 +483,10 @@ def _ranges(copies: Copies, rows: Ints, merge_gap: int | None, block: int) -> tu
         lines = np.concatenate([lines, more])
         lines = lines[np.lexsort((lines[:, 1], lines[:, 0]))]
         staged = np.delete(staged, which, axis=0)
+    cuts[:, 0] = rows[cuts[:, 0]]
     held = _holding(copies.sources)[lines[:, 0]]
     lines = _requests(lines, np.where(held, min(REQUEST, 2 * block), REQUEST))
-    return inner, lines, merged(lines, gaps[lines[:, 0]], block), staged, cuts
+    return Part(lines, merged(lines, gaps[lines[:, 0]], block), staged, cuts)
 
 
 def _lines(copies: Copies, inner: Ints, copy: Ints, index: Ints, start: Ints, length: Ints) -> Ints:
@@ -464,29 +554,35 @@ def _is_straight(copies: Copies, inner: Ints) -> NDArray[np.bool_]:
     return fits
 
 
-def _expanded(copies: Copies, rows: Ints, inner: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return one row per source run: its copy, its number in the copy, and its start."""
+def _outer(copies: Copies, inner: Ints) -> Ints:
+    """Return `(n, d)`: the extents of the dims that count a copy's runs, 1 for those inside a run."""
     ndim = copies.shape.shape[1]
-    outer = np.where(np.arange(ndim)[None, :] < (ndim - inner[rows])[:, None], copies.shape[rows], 1)
+    found: Ints = np.where(np.arange(ndim)[None, :] < (ndim - inner)[:, None], copies.shape, 1)
+    return found
+
+
+def _expanded(copies: Copies, inner: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return one row per source run: its copy, its number in the copy, and its start."""
+    outer = _outer(copies, inner)
     counts = outer.prod(axis=1, dtype=np.int64)
-    copy = np.repeat(rows, counts)
+    copy = np.repeat(np.arange(len(copies)), counts)
     index = np.arange(len(copy)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start, rest = copies.offset[copy].copy(), index.copy()
-    which = np.repeat(np.arange(len(rows)), counts)
-    for d in range(ndim - 1, -1, -1):
-        rest, at = np.divmod(rest, outer[which, d])
-        start += at * copies.strides[copy, d]
+    start, rest = copies.offset[copy], index
+    for d in range(copies.shape.shape[1] - 1, -1, -1):
+        if (outer[:, d] > 1).any():
+            rest, at = np.divmod(rest, outer[copy, d])
+            start += at * copies.strides[copy, d]
     return copy, index, start
 
 
 def _target_skip(copies: Copies, copy: Ints, index: Ints, inner: Ints) -> Ints:
     """Return the target bytes from a copy's start to its run `index`."""
-    ndim = copies.shape.shape[1]
-    skip, rest = np.zeros(len(copy), np.int64), index.copy()
-    for d in range(ndim - 1, -1, -1):
-        outer = np.where(d < ndim - inner[copy], copies.shape[copy, d], 1)
-        rest, at = np.divmod(rest, outer)
-        skip += at * copies.target_strides[copy, d]
+    outer = _outer(copies, inner)
+    skip, rest = np.zeros(len(copy), np.int64), index
+    for d in range(copies.shape.shape[1] - 1, -1, -1):
+        if (outer[:, d] > 1).any():
+            rest, at = np.divmod(rest, outer[copy, d])
+            skip += at * copies.target_strides[copy, d]
     return skip
 
 
@@ -518,8 +614,7 @@ def _begins(source: Ints, start: Ints, stop: Ints, gap: Ints, block: int) -> NDA
     new[1:] = (source[1:] != source[:-1]) | (start[1:] > reach[:-1] + gap[1:])
     begin = start[np.maximum.accumulate(np.where(new, np.arange(len(start)), 0))]
     part = (start - begin) // block
-    # within one block every run starts less than `block` behind its first; a block begins only where no run before reaches in
-    new[1:] |= (part[1:] != part[:-1]) & (start[1:] >= reach[:-1])
+    new[1:] |= part[1:] != part[:-1]  # every run of a block starts less than `block` behind its first
     return new
 
 

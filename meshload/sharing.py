@@ -19,7 +19,9 @@ from .scheduling import Copies
 SLAB = 8 << 20
 """Bytes that are read at once."""
 SMALL = 256 << 10
-"""Less than this per rank is not worth cutting: one of the ranks reads all of it."""
+"""Less than this is not worth a read of its own."""
+HANDED = 16 << 10
+"""Nor is it worth so many readers that each hands on less than this to each rank: the table of parts grows with their square."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,38 +29,46 @@ class Shared:
     """What is exchanged between ranks; everything else each rank reads for itself."""
 
     slabs: Ints
-    """`(n, 4)`: source, start, length, and the rank that reads it; in the order in which they are read."""
+    """`(n, 4)`: source, start, length, and the rank that reads it."""
+    turn: Ints
+    """`(n,)`: when a slab is held by the rank that reads it: all that it holds in one turn is within the budget."""
     parts: Copies
-    """Copies cut at the edges of slabs, those of one slab together, by rank; `target` is the rank that wants them."""
+    """Copies cut at the edges of slabs; `target` is the rank that wants them. Those of a turn are together, in such an order that
+    at each moment all ranks send and all take."""
     slab: Ints
     """`(m,)`: the slab of each part."""
     row: Ints
     """`(m,)`: the copy that each part was cut from."""
+    last: Ints
+    """`(n,)`: the last part of each slab."""
     alone: NDArray[np.bool_]
     """Which copies are not exchanged."""
+    budget: int
+    """Bytes that a rank may hold, send and take in one round, each."""
 
     @property
     def nbytes(self) -> int:
         """Bytes that are read, each once."""
         return int(self.slabs[:, 2].sum())
 
-    def rounds(self, budget: int) -> Iterator[Ints]:
-        """Go through the parts in rounds, in none of which a rank holds, sends or takes more than `budget` bytes.
+    def rounds(self) -> Iterator[Ints]:
+        """Go through the parts in rounds, which end with each turn.
 
-        What one rank wants of one slab is the least that a round moves, so a slab may come up in several that follow each other.
+        What one rank wants of one slab is the least that a round moves, and a slab may come up in several rounds of a turn.
         """
         sizes = self.parts.sizes * self.parts.itemsize
         first = np.flatnonzero(np.diff(self.slab, prepend=-1) | np.diff(self.parts.target, prepend=-1))
         slab, to, nbytes = self.slab[first], self.parts.target[first], np.add.reduceat(sizes, first) if len(first) else first
-        length, reader = self.slabs[slab, 2], self.slabs[slab, 3]
-        held = np.where(np.diff(slab, prepend=-1) != 0, length, 0)
-        sums = [(key, _running(key, n)) for key, n in ((reader, held), (reader, nbytes), (to, nbytes))]
-        before = np.zeros((3, 1 + max(reader.max(initial=0), to.max(initial=0))), np.int64)  # by rank, up to the round
+        turn, reader = self.turn[slab], self.slabs[slab, 3]
+        sums = [(key, _running(key, nbytes)) for key in (reader, to)]
+        before = np.zeros((2, 1 + max(reader.max(initial=0), to.max(initial=0))), np.int64)  # by rank, up to the round
         ends = np.append(first, len(self.slab))
         at, width = 0, 1024
         while at < len(first):
             here = slice(at, at + width)
-            over = np.any([n[here] - rank[key[here]] > budget for rank, (key, n) in zip(before, sums, strict=True)], axis=0)
+            over = turn[here] != turn[at]
+            for rank, (key, n) in zip(before, sums, strict=True):
+                over |= n[here] - rank[key[here]] > self.budget
             if not over.any() and at + width < len(first):
                 width *= 2
                 continue
@@ -66,8 +76,6 @@ class Shared:
             yield np.arange(ends[at], ends[stop])
             for rank, (key, n) in zip(before, sums, strict=True):
                 rank[key[at:stop]] = n[at:stop]  # of several the last counts
-            if stop < len(first) and slab[stop] == slab[stop - 1]:
-                before[0, reader[stop]] -= length[stop]
             at, width = stop, 2 * (stop - at)
 
 
@@ -80,7 +88,7 @@ def _running(key: Ints, values: Ints) -> Ints:
     return found
 
 
-def share_out(copies: Copies, *, slab: int = SLAB, shareable: Sequence[bool] | None = None) -> Shared:
+def share_out(copies: Copies, *, budget: int, slab: int = SLAB, shareable: Sequence[bool] | None = None) -> Shared:
     """Share out the copies of all ranks; `target` is the rank. They are compact, as `compacted` makes them."""
     low, high = _spans(copies)
     units = np.asarray([s.unit for s in copies.sources], np.int64)[copies.source] if len(copies) else np.zeros(0, np.int64)
@@ -91,17 +99,22 @@ def share_out(copies: Copies, *, slab: int = SLAB, shareable: Sequence[bool] | N
     if shareable is not None and len(copies):
         may = may & np.asarray(shareable, bool)[copies.source]
     region = _regions(copies.source, low, high, may)
-    edges = _slabs(copies, region, low, high, is_plain, slab)
-    return _cut(copies, region, low, high, edges[_in_turns(edges[:, 3])])
+    edges = _slabs(copies, region, low, high, is_plain, min(slab, budget))
+    return _cut(copies, region, low, high, edges, budget)
 
 
-def _in_turns(reader: Ints) -> Ints:
-    """Return an order in which readers take turns, so that all have something to do in each round."""
-    order = np.argsort(reader, kind="stable")
-    first = np.searchsorted(reader[order], reader[order], side="left")
-    turn = np.empty_like(reader)
-    turn[order] = np.arange(len(reader)) - first
-    return np.lexsort((reader, turn))
+def _turns(edges: Ints, budget: int) -> Ints:
+    """Return for each slab the turn in which its reader holds it, with as many of those that follow as the budget allows."""
+    held: dict[int, int] = {}
+    turn: dict[int, int] = {}
+    found = []
+    for length, reader in edges[:, 2:4].tolist():
+        held[reader] = held.get(reader, 0) + length
+        if held[reader] > budget and held[reader] > length:
+            turn[reader] = turn.get(reader, 0) + 1
+            held[reader] = length
+        found.append(turn.get(reader, 0))
+    return np.asarray(found, np.int64)
 
 
 def _spans(copies: Copies) -> tuple[Ints, Ints]:
@@ -130,7 +143,7 @@ def _slabs(copies: Copies, region: Ints, low: Ints, high: Ints, is_plain: NDArra
     """Return the slabs of the regions that are worth exchanging: source, start, length, reader and region.
 
     These are regions that several ranks want, and in all at least as many bytes of them as they span. A region is cut into one
-    contiguous part per rank, and these into slabs; a small one, or a chunk, stays whole, and the ranks take turns.
+    contiguous share per rank, or fewer where they would be small, and these into slabs; the ranks take turns. A chunk stays whole.
     """
     rows = np.argsort(region, kind="stable")
     rows = rows[region[rows] >= 0]
@@ -145,11 +158,11 @@ def _slabs(copies: Copies, region: Ints, low: Ints, high: Ints, is_plain: NDArra
     plain = is_plain[rows[first]]
     good = np.flatnonzero((wanting >= 2) & (~plain | (wanted >= stop - start)))
     n, count = (stop - start)[good], wanting[good]
-    whole = ~plain[good] | (n < SMALL * count)
-    share = np.where(whole, n, -(-n // count // 4096) * 4096)
+    readers = np.where(plain[good], np.clip(n // np.maximum(SMALL, HANDED * count), 1, count), 1)
+    share = np.where(readers > 1, -(-n // readers // 4096) * 4096, n)
     region_of, begin, length = _runs(np.zeros_like(n), n, share)
     place = np.arange(len(region_of)) - np.searchsorted(region_of, region_of, side="left")
-    place = np.where(whole[region_of], region_of % count[region_of], place)
+    place = (place + (np.cumsum(readers) - readers)[region_of]) % count[region_of]
     reader = pairs[(np.cumsum(wanting) - wanting)[good][region_of] + place] % ranks
     part, at, length = _runs(begin, length, np.where(plain[good][region_of], slab, length))
     which = good[region_of[part]]
@@ -164,8 +177,11 @@ def _runs(start: Ints, length: Ints, step: Ints) -> tuple[Ints, Ints, Ints]:
     return of, start[of] + skip, np.minimum(step[of], length[of] - skip)
 
 
-def _cut(copies: Copies, region: Ints, low: Ints, high: Ints, edges: Ints) -> Shared:
-    """Cut the copies of the regions that are exchanged at the edges of the slabs."""
+def _cut(copies: Copies, region: Ints, low: Ints, high: Ints, edges: Ints, budget: int) -> Shared:
+    """Cut the copies of the regions that are exchanged at the edges of the slabs.
+
+    In a turn each rank hands on to itself first, then to the next, and so on: so no rank is sent to by all at once.
+    """
     alone = ~np.isin(region, edges[:, 4])
     rows = np.flatnonzero(~alone)
     by_region = np.argsort(region[rows], kind="stable")
@@ -178,9 +194,13 @@ def _cut(copies: Copies, region: Ints, low: Ints, high: Ints, edges: Ints) -> Sh
     meet = (low[row] < edges[slab, 1] + edges[slab, 2]) & (high[row] > edges[slab, 1])
     slab, row = slab[meet], row[meet]
     parts, which = clipped(copies.take(row), edges[slab, 1], edges[slab, 1] + edges[slab, 2])
-    order = np.lexsort((parts.target_offset, parts.offset, row[which], parts.target, slab[which]))
-    which = which[order]
-    return Shared(edges[:, :4], parts.take(order), slab[which], row[which], alone)
+    slab, row = slab[which], row[which]
+    turn, reader = _turns(edges, budget), edges[slab, 3]
+    step = (parts.target - reader) % (int(copies.target.max(initial=0)) + 1)
+    order = np.lexsort((parts.target_offset, parts.offset, row, slab, reader, step, turn[slab]))
+    slab, last = slab[order], np.zeros(len(edges), np.int64)
+    last[slab] = np.arange(len(slab))  # of several the last counts
+    return Shared(edges[:, :4], turn, parts.take(order), slab, row[order], last, alone, budget)
 
 
 def clipped(copies: Copies, low: Ints, high: Ints) -> tuple[Copies, Ints]:

@@ -7,18 +7,14 @@ indexes through a `Folder`, so that local disks and object stores work alike.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import hashlib
 import math
 import os
 import re
 import stat
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -28,7 +24,7 @@ from numpy.typing import NDArray
 
 from .box import Shape
 from .errors import FormatError, SourceError
-from .kernel import address_of, preadv2, read_cached, touch
+from .kernel import address_of, read_queued
 from .pieces import Ints, Pieces, table
 
 Bytes = NDArray[np.uint8]
@@ -283,75 +279,17 @@ class LocalFile:
             view, at = view[n:], at + n
 
     def read_runs(self, ranges: Ints, runs: Ints, buffers: Mapping[int, Bytes]) -> None:
-        addresses = _addresses(self.name, runs, buffers)
-        if preadv2 is None:
+        """Read runs by the kernel's queue; of those that are not in memory, the disk is asked for all ranges before the first."""
+        addresses, file = _addresses(self.name, runs, buffers), _descriptor(self).number
+        done = read_queued(file, runs[:, 1], runs[:, 2], addresses, cached=True)
+        left = np.flatnonzero(~done)
+        if len(left) and hasattr(os, "posix_fadvise"):
+            held = np.add.reduceat(done, ranges[:, 3] - ranges[0, 3], dtype=np.int64)
+            for start, length in ranges[held < ranges[:, 4] - ranges[:, 3], 1:3].tolist():
+                os.posix_fadvise(file, start, length, os.POSIX_FADV_WILLNEED)
+            done[left] = read_queued(file, runs[left, 1], runs[left, 2], addresses[left], cached=False)
+        if not done.all():  # there is no queue; or an error, which is met again
             plain_runs(self, ranges, runs, buffers)
-            return
-        begins = np.zeros(len(runs), bool)
-        begins[ranges[:, 3] - ranges[0, 3]] = True
-        left = ~read_cached(_descriptor(self).number, runs[:, 1], runs[:, 2], addresses)
-        if left.any():
-            self._scattered(begins[left], runs[left], addresses[left])
-
-    def _scattered(self, begins: NDArray[np.bool_], runs: Ints, addresses: Ints) -> None:
-        """Let the kernel scatter the bytes of many runs at once, and what lies between them into a scratch that stays in cache.
-
-        Bytes between ranges, of which each begins with a run, are copied along where they are in memory already; they are never
-        read from the disk.
-        """
-        skips = runs[1:, 1] - runs[:-1, 1] - runs[:-1, 2]
-        bounds = [0, *(np.flatnonzero(skips > SKIP) + 1).tolist(), len(runs)]
-        for a, b in pairwise(bounds):
-            for low in range(a, b, RUNS):
-                high = min(low + RUNS, b)
-                range_ends = np.append(np.flatnonzero(begins[low + 1 : high]) + 1, high - low).tolist()
-                self._part(runs[low:high], range_ends, addresses[low:high])
-
-    def _part(self, runs: Ints, ends: list[int], addresses: Ints) -> None:
-        """Read runs whose ranges end at `ends`: those in memory at once, others range by range.
-
-        What the disk reads ahead of a range is then in memory; where it is not, ever more ranges are read before that is tried.
-        """
-        done, exact = 0, 1
-        while done < len(runs):
-            found = self._scatter(runs[done:], addresses[done:], cached=True) if len(ends) > 1 else 0
-            done, exact = done + found, 1 if found else 2 * exact
-            next_end = bisect_right(ends, done)
-            for end in ends[next_end : next_end + exact]:
-                self._scatter(runs[done:end], addresses[done:end], cached=False)
-                done = end
-
-    def _scatter(self, runs: Ints, addresses: Ints, *, cached: bool) -> int:
-        """Fill memory with runs, and return how many are filled: all, or those that are in memory where only these are asked."""
-        _, start, length, _, _ = runs.T
-        parts = np.empty((2 * len(runs) - 1, 2), np.int64)  # address and length: a run, what follows it, the next run ...
-        parts[::2, 0] = addresses
-        parts[::2, 1] = length
-        skips = parts[1::2, 1]
-        np.subtract(start[1:], start[:-1] + length[:-1], out=skips)
-        scratch = np.empty(int(skips.max(initial=1)), np.uint8)
-        parts[1::2, 0] = scratch.ctypes.data
-        ends = parts[:, 1].cumsum()
-        first, done, total = int(start[0]), 0, int(ends[-1])
-        descriptor = _descriptor(self)
-        while done < total:
-            part = int(np.searchsorted(ends, done, side="right"))
-            begun = done - (int(ends[part - 1]) if part else 0)
-            rest = parts[part:].copy() if begun else parts[part:]
-            rest[0] += (begun, -begun) if begun else (0, 0)
-            n = preadv2(descriptor.number, rest.ctypes.data, len(rest), first + done, os.RWF_NOWAIT if cached else 0)
-            if n > 0:
-                done += n
-                continue
-            code = ctypes.get_errno() if n < 0 else 0
-            if code == errno.EINTR:
-                continue
-            if cached:  # EAGAIN; or the file system cannot tell; or the end, which the reading of the rest meets again
-                break
-            if code:
-                raise self._failed(first + done, total - done, OSError(code, os.strerror(code)))
-            raise self._ended(first + done, first + total)
-        return int(np.searchsorted(ends[::2], done, side="right"))
 
     def _failed(self, at: int, length: int, error: OSError) -> SourceError:
         return SourceError(f"{self.name}: reading {length} bytes at {at} failed: {error.strerror}")
@@ -360,14 +298,8 @@ class LocalFile:
         return SourceError(f"{self.name}: ends at byte {at}, expected {stop}; it was cut while being read")
 
 
-SKIP = 32 << 10
-"""Bytes in memory that are copied into a scratch in the time that one more request takes, some 3 us."""
-RUNS = 512
-"""With what lies between them, as many as the kernel takes at once."""
-
-
 def _addresses(name: str, runs: Ints, buffers: Mapping[int, Bytes]) -> Ints:
-    """Return where in memory each run goes, after a check that it stays in its buffer, whose memory is touched."""
+    """Return where in memory each run goes, after a check that it stays in its buffer."""
     _, _, length, target, to = runs.T
     found: Ints = to.copy()
     for t in set(target.tolist()):
@@ -377,7 +309,6 @@ def _addresses(name: str, runs: Ints, buffers: Mapping[int, Bytes]) -> Ints:
         if low < 0 or high > room or (length < 0).any():
             raise ValueError(f"{name}: runs leave their buffers")
         found[own] += address
-        touch(buffers[t][low:high])
     return found
 
 

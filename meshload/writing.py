@@ -266,7 +266,18 @@ class Filling:
     """How many groups are in flight."""
     reading: int
     """Bytes that each may take in reading, beside its items."""
-    memory: threading.local = field(default_factory=threading.local)
+    memory: Callable[[int], Bytes] = field(default_factory=lambda: _Held())
+    """Gives each thread memory of so many bytes to read into, again and again the same: new memory costs as much as reading."""
+
+    @staticmethod
+    def of(items: Sequence[Item], targets: Targets, joined: Joined, room: int, movers: int, reading: int) -> Filling:
+        """Group items, which are the first of the targets, so that each group takes `room` bytes at most."""
+        count = len(items)
+        sizes = np.fromiter((_aligned(t.nbytes) for t in targets), np.int64, len(targets))[:count]
+        rows = np.argsort(joined.copies.target, kind="stable")
+        bounds = np.searchsorted(joined.copies.target[rows], np.arange(len(targets) + 1))
+        runs = _runs(items, targets, joined, rows, bounds)
+        return Filling(items, targets, joined, _groups(joined, sizes, room), rows, bounds, runs, movers, reading)
 
     @property
     def nbytes(self) -> int:
@@ -299,13 +310,18 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
             )
         first_number = targets.add(block)
         jobs.append(Job(made.name, stored.dtype.itemsize, _in_memory(boxes, first_number, stored), stored.pieces, stored.copies))
-    count = len(items)
-    joined = join(jobs, targets)
-    sizes = np.fromiter((t.nbytes for t in targets), np.int64, len(targets))[:count]
-    rows = np.argsort(joined.copies.target, kind="stable")
-    bounds = np.searchsorted(joined.copies.target[rows], np.arange(len(targets) + 1))
-    runs = _runs(items, targets, joined, rows, bounds)
-    return Filling(items, targets, joined, _groups(joined, sizes, room), rows, bounds, runs, movers, reading)
+    return Filling.of(items, targets, join(jobs, targets), room, movers, reading)
+
+
+class _Held(threading.local):
+    """Memory of each thread, as large as was ever asked for."""
+
+    memory: Bytes = np.empty(0, np.uint8)
+
+    def __call__(self, nbytes: int) -> Bytes:
+        if len(self.memory) < nbytes:
+            self.memory = np.empty(nbytes, np.uint8)
+        return self.memory
 
 
 def _movers(pairs: Sequence[tuple[Array, Array]], max_bytes: int, room: int) -> tuple[int, int]:
@@ -500,12 +516,18 @@ def _move(made: Filling, group: Sequence[int], resume: bool, lossy: bool) -> int
 
 
 def _buffers(made: Filling, plan: Plan) -> dict[int, Bytes]:
-    """Return memory for the targets, the same for all groups of a thread: new memory costs as much as reading."""
-    bounds = np.cumsum([0, *(-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in plan.targets)])
-    held: Bytes | None = getattr(made.memory, "held", None)
-    if held is None or len(held) < bounds[-1]:
-        held = made.memory.held = np.empty(int(bounds[-1]), np.uint8)
-    return {i: held[at : at + t.nbytes] for i, (at, t) in enumerate(zip(bounds.tolist(), plan.targets, strict=False))}
+    """Return memory for the targets; zeros where they are padded."""
+    bounds = np.cumsum([0, *(_aligned(t.nbytes) for t in plan.targets)])
+    held = made.memory(int(bounds[-1]))
+    found = {i: held[at : at + t.nbytes] for i, (at, t) in enumerate(zip(bounds.tolist(), plan.targets, strict=False))}
+    for i, target in enumerate(plan.targets):
+        if target.filled != target.size:
+            found[i][:] = 0
+    return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _copied(made: Filling, i: int) -> bool:

@@ -191,6 +191,9 @@ def in_two_processes(path: str, golden: dict[str, Any], port: int, process: int)
     assert len(up.addressable_shards) == 2
     assert up.shape == (48, 32)
     assert list(wrong(found, golden)) == []
+    for layout in ("replicated", {"*.up_proj.weight": (None, "tp"), "*.down_proj.weight": (("tp",),), "*": ()}):
+        shared = meshload.restore(path, mesh=mesh, layout=layout, exchange=True, max_bytes=1 << 14)
+        assert list(wrong(shared, golden)) == []
     plain = meshload.restore(path, mesh="tp=2", into="jax", layout={"*.up_proj.weight": ("tp",), "*": ()})
     assert plain["model.layers.0.mlp.up_proj.weight"].shape == (24, 32)
     total = jax.jit(lambda x: x.astype("float32").sum())(up)

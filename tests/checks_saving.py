@@ -206,6 +206,17 @@ def check_shared_reads_give_the_same_and_read_once(world: World) -> None:
             assert payload * 0.99 < read <= most, (source, mesh, read, payload)
 
 
+def check_a_plan_says_what_restoring_would_do(world: World) -> None:
+    for mesh, exchange, expected in (
+        ("tp=4", None, (False, "a local file system")),
+        ("tp=4", True, (True, "exchange=True")),
+        (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"], None, (False, "mesh= has not all processes that run")),
+    ):
+        made = meshload.plan(world.path, mesh=mesh, exchange=exchange)
+        assert (made.exchange.chosen, made.exchange.why) == expected
+        assert expected[1] in str(made)
+
+
 def check_a_digest_is_compared_by_all_ranks_together(world: World) -> None:
     digest = meshload.digest(world.path)
     for mesh in ("tp=4", "pp=2,tp=2", "dp=2,tp=2"):

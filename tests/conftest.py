@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,21 @@ def save_qwen2() -> Callable[..., None]:
         deepcopy(model).to(getattr(torch, dtype)).save_pretrained(folder)  # `to` changes a module itself
 
     return save
+
+
+@pytest.fixture
+def pretend() -> Iterator[Callable[..., Any]]:
+    """Give DeviceMeshes of ranks that do not run: no rank ever talks to another."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def mesh(rank: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        distributed.init_process_group("fake", rank=rank, world_size=math.prod(sizes), store=FakeStore())
+        return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+    yield mesh
+    if distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -16,6 +16,7 @@ import pytest
 from meshload.box import Box
 from meshload.cli import main
 from meshload.digests import of_arrays, of_slice
+from meshload.source import LocalFolder
 from meshload.testing import read_safetensors, write_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "hf"
@@ -86,6 +87,31 @@ def test_plan_as_text_has_a_line_per_rank(capsys: pytest.CaptureFixture[str]) ->
     assert status == 0
     assert out.splitlines()[0].split() == ["rank", "arrays", "wanted", "read", "requests", "result", "peak", "beside", "it"]
     assert [line.split()[0] for line in out.splitlines()[1:5]] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("is_remote", "arguments", "shared", "why"),
+    [
+        (False, [], False, "a local file system"),
+        (True, [], True, "an object store or a network file system"),
+        (True, ["--no-exchange"], False, "exchange=False"),
+        (False, ["--exchange"], True, "exchange=True"),
+        (True, ["--rank", "1"], False, "rank= asks for one rank's slices"),
+    ],
+)
+def test_plan_says_whether_reads_are_shared_and_why(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_remote: bool,
+    arguments: list[str],
+    shared: bool,
+    why: str,
+) -> None:
+    monkeypatch.setattr(LocalFolder, "is_remote", property(lambda _: is_remote))
+    found = run_json(capsys, "plan", QWEN, "--mesh", "tp=2", *arguments)
+    assert found["exchange"] == {"shared": shared, "why": why}
+    text = "processes share reads, each byte once" if shared else "each process reads for itself"
+    assert f"{text} ({why})" in run(capsys, "plan", QWEN, "--mesh", "tp=2", *arguments)[1].splitlines()
 
 
 def test_plan_takes_layouts_and_globs(capsys: pytest.CaptureFixture[str]) -> None:

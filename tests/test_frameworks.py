@@ -9,7 +9,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -379,24 +379,6 @@ def hf_fixture(name: str) -> Path:
 # --- DTensor ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pretend() -> Iterator[Callable[..., Any]]:
-    """Give DeviceMeshes of ranks that do not run: no rank ever talks to another."""
-    from torch import distributed
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def mesh(rank: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
-        distributed.init_process_group("fake", rank=rank, world_size=int(np.prod(sizes)), store=FakeStore())
-        return init_device_mesh("cpu", sizes, mesh_dim_names=names)
-
-    yield mesh
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
 def torch_shard(full: torch.Tensor, mesh: Any, placements: Any) -> torch.Tensor:
     """Cut by torch's own placements, mesh dim by mesh dim."""
     for size, at, placement in zip(mesh.mesh.shape, mesh.get_coordinate(), placements, strict=True):
@@ -597,6 +579,15 @@ class TestJax(RestoreSuite):
     def test_dtypes_of_jax_numpy_are_numpys(self, odd_shapes: Path) -> None:
         assert Jax().dtype(jnp.bfloat16) == np.dtype(ml_dtypes.bfloat16)
         assert meshload.restore(odd_shapes, into="jax", dtype=jnp.bfloat16)["half"].dtype == jnp.bfloat16
+
+
+def test_parts_that_are_the_same_are_told_once() -> None:
+    from meshload_adapters.frameworks.jax import _packed
+
+    a, b = np.arange(100, dtype=np.uint8), np.arange(100, dtype=np.uint8)[::-1]
+    places, data = _packed([a, b, a[:0], a.copy(), a[:50], b])
+    assert places.tolist() == [[0, 100], [100, 100], [200, 0], [0, 100], [200, 50], [100, 100]]
+    assert data.tobytes() == a.tobytes() + b.tobytes() + a[:50].tobytes()
 
 
 def shape_of(values: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:

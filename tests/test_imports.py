@@ -23,7 +23,7 @@ ORDER = [
     *("errors", "box", "digests", "expression", "pieces", "kernel", "array", "source"),
     *("mesh", "layout", "pattern", "checkpoint"),
     *("scheduling", "sharing", "planning", "reading", "writing"),
-    *("formats", "frameworks", "exchange"),
+    *("formats", "frameworks", "exchange", "streaming"),
     *("quantised", "adapted", "naming", "wanting"),
     *("ranks", "requesting"),
     *("loading", "converting", "saving", "indexing", "checking"),

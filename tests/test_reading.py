@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import http.server
 import itertools
 import json
 import math
+import mmap
 import os
 import re
 import subprocess
@@ -17,6 +17,7 @@ import urllib.request
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ import pytest
 import tensorstore
 
 import meshload
+import meshload.scheduling
 import meshload.source
 from meshload.array import Array, concatenate
 from meshload.checkpoint import Checkpoint
 from meshload.pieces import piece, table
 from meshload.planning import Plan, Target, plan_array
-from meshload.reading import buffer_for, buffers_for, fragments, read, values_of
+from meshload.reading import buffer_for, buffers_for, fragments, read, read_array, values_of
 from meshload.scheduling import REQUEST, merged
 from meshload.source import ChunkedArray, LocalFile, plain_runs
 from meshload.testing import Counted, InMemory, Log, counted, ramp, read_safetensors, same_bits, write_checkpoint, write_safetensors
@@ -74,9 +76,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- counts -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("part", [meshload.scheduling.PART, 7])
 @pytest.mark.parametrize("gap", [0, None, 100, 1 << 20])
 @pytest.mark.parametrize(("mesh", "rank"), [("tp=1", 0), ("tp=2", 1), ("pp=2,tp=2", 2), ("tp=4", 3)])
-def test_the_plans_counts_are_what_the_sources_see(folder: Path, mesh: str, rank: int, gap: int | None) -> None:
+def test_the_plans_counts_are_what_the_sources_see(
+    folder: Path, mesh: str, rank: int, gap: int | None, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meshload.scheduling, "PART", part)
     checkpoint, log = counted(meshload.open(folder))
     made = meshload.plan(checkpoint, mesh=mesh, rank=rank, merge_gap=gap)
     assert log.reads == []
@@ -87,6 +93,26 @@ def test_the_plans_counts_are_what_the_sources_see(folder: Path, mesh: str, rank
         assert log.nbytes == made.wanted_bytes
         asked = sorted((name, start, start + n) for name, start, n in log.reads)
         assert all(a[0] != b[0] or a[2] <= b[1] for a, b in itertools.pairwise(asked)), "bytes are asked for twice"
+
+
+@contextmanager
+def in_parts(data: st.DataObject) -> Iterator[None]:
+    """Let schedules be made in parts of few runs, or of many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meshload.scheduling, "PART", data.draw(st.sampled_from([1, 5, meshload.scheduling.PART])))
+        yield
+
+
+def test_interleaved_arrays_are_read_once_in_parts_of_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meshload.scheduling, "PART", 8)
+    values = ramp("w", (64, 3, 16))
+    source = Counted(InMemory("f", values.tobytes()), Log())
+    array = Array("w", F4, values.shape, piece(source, 0, values.shape, 4))
+    thirds = concatenate([array[:, n] for n in range(3)])  # three copies, each of 64 rows that lie between those of the others
+    made = plan_array(thirds, merge_gap=0)
+    assert len(list(made.schedule.parts())) == 8
+    assert np.array_equal(read_array(thirds), np.concatenate([values[:, n] for n in range(3)]))
+    assert source.log.nbytes == values.nbytes == made.read_bytes
 
 
 @settings(max_examples=60)
@@ -103,7 +129,8 @@ def test_without_a_gap_exactly_the_wanted_bytes_are_read(data: st.DataObject) ->
     order = data.draw(st.permutations(range(3)))
     made = plan_array(array[tuple(box)].transpose(*order), merge_gap=0, max_bytes=data.draw(st.sampled_from([1 << 10, 256 << 20])))
     buffers = buffers_for(made)
-    read(made, buffers)
+    with in_parts(data):
+        read(made, buffers)
     assert same_bits(values_of(buffers[0], made.targets[0]), values[tuple(box)].transpose(order))
     assert sorted(log.reads) == sorted(fragments(made))
     assert log.nbytes == made.read_bytes == made.wanted_bytes
@@ -119,7 +146,8 @@ def test_whatever_gap_and_ceiling_the_bits_are_the_same(data: st.DataObject) -> 
     gap, ceiling = data.draw(st.sampled_from([0, 8, 64, 5000])), data.draw(st.sampled_from([64, 600, 1 << 12, 1 << 28]))
     made = plan_array(array[:, columns].T, merge_gap=gap, max_bytes=ceiling)
     buffers = buffers_for(made)
-    read(made, buffers)
+    with in_parts(data):
+        read(made, buffers)
     assert same_bits(values_of(buffers[0], made.targets[0]), values[:, columns].T)
     assert (len(log.reads), log.nbytes) == (made.reads, made.read_bytes)
     assert made.peak_bytes <= ceiling
@@ -290,7 +318,8 @@ def test_contiguous_slices_go_straight_into_the_final_buffer() -> None:
     buffers = buffers_for(made)
     read(made, buffers)
     assert source.at == [(buffers[0].ctypes.data, buffers[0].nbytes)]
-    assert (len(made.schedule.straight), len(made.schedule.staged), made.peak_bytes) == (1, 0, 0)
+    [part] = made.schedule.parts()
+    assert (len(part.straight), len(part.staged), made.peak_bytes) == (1, 0, 0)
     assert buffers[0].ctypes.data % 64 == 0
 
 
@@ -300,7 +329,7 @@ def test_columns_are_cut_out_of_staging_memory() -> None:
     made = plan_array(Array("w", F4, values.shape, piece(source, 0, values.shape, 4))[:, 3:9])
     buffers = buffers_for(made)
     read(made, buffers)
-    assert len(made.schedule.straight) == 0
+    assert [len(part.straight) for part in made.schedule.parts()] == [0]
     assert made.peak_bytes > 0
     assert all(not buffers[0].ctypes.data <= at < buffers[0].ctypes.data + buffers[0].nbytes for at, _ in source.at)
 
@@ -310,8 +339,7 @@ def test_columns_are_cut_out_of_staging_memory() -> None:
 
 def shortened(monkeypatch: pytest.MonkeyPatch, *, fails: int = 0) -> list[int]:
     """Make each read give a third of what is asked at most, or fail with an error number; return the offsets that are asked."""
-    plain, scattering, asked = os.preadv, meshload.source.preadv2, []
-    none_queued(monkeypatch)
+    plain, asked = os.preadv, []
 
     def short(descriptor: int, views: list[memoryview], at: int) -> int:
         asked.append(at)
@@ -319,17 +347,8 @@ def shortened(monkeypatch: pytest.MonkeyPatch, *, fails: int = 0) -> list[int]:
             raise OSError(fails, os.strerror(fails))
         return plain(descriptor, [views[0][: max(1, len(views[0]) // 3)]], at)
 
-    def short_runs(descriptor: int, parts: int, count: int, at: int, flags: int) -> int:
-        asked.append(at)
-        address, length = (ctypes.c_int64 * 2).from_address(parts)
-        if fails:
-            ctypes.set_errno(fails)
-            return -1
-        first = (ctypes.c_int64 * 2)(address, min(length, length // 3 + 1))
-        return int(scattering(descriptor, ctypes.addressof(first), 1, at, flags))
-
     monkeypatch.setattr(meshload.source.os, "preadv", short)
-    monkeypatch.setattr(meshload.source, "preadv2", scattering and short_runs)
+    monkeypatch.setattr(meshload.kernel, "_queue", lambda: None)
     return asked
 
 
@@ -361,7 +380,7 @@ def test_a_file_that_is_cut_while_being_read_names_file_and_range(tmp_path: Path
         np.asarray(checkpoint["w"])
 
 
-@pytest.mark.parametrize("way", ["queued", "scattered", "plain"])
+@pytest.mark.parametrize("way", ["queued", "one by one"])
 def test_rows_of_a_file_that_is_cut_while_being_read_name_file_and_range(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
@@ -369,9 +388,7 @@ def test_rows_of_a_file_that_is_cut_while_being_read_name_file_and_range(
     checkpoint = meshload.open(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 3 << 20)
     if way != "queued":
-        none_queued(monkeypatch)
-    if way == "plain":
-        monkeypatch.setattr(meshload.source, "preadv2", None)
+        monkeypatch.setattr(meshload.kernel, "_queue", lambda: None)
     with pytest.raises(
         meshload.SourceError, match=r"model.safetensors: ends at byte \d+, expected \d+; it was cut while being read"
     ):
@@ -401,14 +418,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> tuple[LocalFile, bytes]:
     return LocalFile(file, "rows", len(data)), data
 
 
-@pytest.mark.parametrize("way", ["queued", "scattered"])
+@pytest.mark.parametrize("way", ["queued", "from the disk", "one by one"])
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_runs_are_those_that_are_read_one_by_one(
     rows: tuple[LocalFile, bytes], monkeypatch: pytest.MonkeyPatch, way: str, data: st.DataObject
 ) -> None:
-    if way == "scattered":
-        none_queued(monkeypatch)
+    if way == "from the disk":
+        on_disk(monkeypatch, from_byte=MiB)
+    if way == "one by one":
+        monkeypatch.setattr(meshload.kernel, "_queue", lambda: None)
     file, content = rows
     count = data.draw(st.integers(1, 1300))
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
@@ -434,11 +453,6 @@ SPREAD = (0.1, 0.1, 0.1, 0.1, 0.2, 0.2, 0.1, 0.1)
 DENSE = (0.4, 0.4, 0.1, 0.1, 0, 0, 0, 0)
 
 
-def none_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no run be read by the queue of those that are in memory."""
-    monkeypatch.setattr(meshload.source, "read_cached", lambda file, start, length, to: np.zeros(len(start), bool))
-
-
 def test_runs_in_memory_are_read_by_a_queue_and_the_others_are_told(rows: tuple[LocalFile, bytes]) -> None:
     file, content = rows
     out = np.zeros(3000, np.uint8)
@@ -446,7 +460,7 @@ def test_runs_in_memory_are_read_by_a_queue_and_the_others_are_told(rows: tuple[
     length = np.asarray([1000, 500, 20, 8])
     to = out.ctypes.data + np.asarray([0, 1000, 1500, 2000])
     descriptor = os.open(file.path, os.O_RDONLY)
-    done = meshload.kernel.read_cached(descriptor, start, length, to)
+    done = meshload.kernel.read_queued(descriptor, start, length, to, cached=True)
     os.close(descriptor)
     if not done.any():
         pytest.skip("the kernel has no such queue")
@@ -475,30 +489,18 @@ def test_queues_are_used_again_and_not_by_a_forked_child(rows: tuple[LocalFile, 
     assert os.waitpid(child, 0)[1] == 0
 
 
-def on_disk(monkeypatch: pytest.MonkeyPatch, *, from_byte: int = 0) -> list[tuple[int, int]]:
+def on_disk(monkeypatch: pytest.MonkeyPatch, *, from_byte: int) -> list[tuple[int, int]]:
     """Make bytes from some offset on seem not to be in memory; return what is asked of the disk, `(start, length)`."""
-    plain, scattering, asked = os.preadv, meshload.source.preadv2, []
-    if scattering is None:
-        pytest.skip("the C library has no preadv2")
-    none_queued(monkeypatch)
+    queued, asked = meshload.kernel.read_queued, []
 
-    def noted(descriptor: int, views: list[memoryview], at: int) -> int:
-        asked.append((at, len(views[0])))
-        return plain(descriptor, views, at)
+    def told(file: int, start: Any, length: Any, to: Any, *, cached: bool) -> Any:
+        done = np.zeros(len(start), bool)
+        some = start + length <= from_byte if cached else np.ones(len(start), bool)
+        done[some] = queued(file, start[some], length[some], to[some], cached=cached)
+        return done
 
-    def noted_runs(descriptor: int, parts: int, count: int, at: int, flags: int) -> int:
-        lengths = np.ctypeslib.as_array((ctypes.c_int64 * (2 * count)).from_address(parts))[1::2]
-        if flags:
-            count = int(np.searchsorted(at + lengths.cumsum(), from_byte))
-            if not count:
-                ctypes.set_errno(errno.EAGAIN)
-                return -1
-            return int(scattering(descriptor, parts, count, at, 0))
-        asked.append((at, int(lengths.sum())))
-        return int(scattering(descriptor, parts, count, at, flags))
-
-    monkeypatch.setattr(meshload.source.os, "preadv", noted)
-    monkeypatch.setattr(meshload.source, "preadv2", noted_runs)
+    monkeypatch.setattr(meshload.source, "read_queued", told)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, length, advice: asked.append((start, length)))
     return asked
 
 
@@ -527,23 +529,19 @@ def test_scattered_runs_stay_inside_their_buffers(rows: tuple[LocalFile, bytes],
         file.read_runs(merged(runs, np.zeros(2, int), MiB), np.abs(runs), {0: frozen})
 
 
-def test_interrupted_scattered_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("begun", [-1, 0, 7])
+def test_rows_that_the_queue_did_not_take_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: int) -> None:
     write_checkpoint(tmp_path, {"w": ramp("w", (600, 4096))})
-    none_queued(monkeypatch)
-    scattering, interrupted = meshload.source.preadv2, []
-    if scattering is None:
-        pytest.skip("the C library has no preadv2")
+    array, call = meshload.open(tmp_path)["w"][:, :1024], meshload.kernel._syscall
+    submit = (meshload.kernel._NUMBERS or (0, 0, 0))[2]
 
-    def often(*call: int) -> int:
-        interrupted.append(len(interrupted) % 2 == 0)
-        if interrupted[-1]:
-            ctypes.set_errno(errno.EINTR)
-            return -1
-        return int(scattering(*call))
+    def few(number: int, context: int, count: int, *rest: int) -> int:
+        if number != submit:
+            return int(call(number, context, count, *rest))
+        return int(call(number, context, begun, *rest)) if begun > 0 else begun
 
-    monkeypatch.setattr(meshload.source, "preadv2", often)
-    assert same_bits(np.asarray(meshload.open(tmp_path)["w"][:, :1024]), ramp("w", (600, 4096))[:, :1024])
-    assert any(interrupted)
+    monkeypatch.setattr(meshload.kernel, "_syscall", few)
+    assert same_bits(np.asarray(array), ramp("w", (600, 4096))[:, :1024])
 
 
 # --- the first failure ------------------------------------------------------------------------------------------------
@@ -649,14 +647,14 @@ done.set()
 watcher.join()
 made = meshload.plan(path, mesh=mesh, rank=rank, layout=layout, max_bytes=ceiling or None)
 assert made.peak_bytes <= made.max_bytes
-print(peak - before, sum(a.nbytes for a in found.values()), len(made.schedule.cuts) + len(made.schedule.straight))
+print(peak - before, sum(a.nbytes for a in found.values()), sum(len(p.cuts) + len(p.straight) for p in made.schedule.parts()))
 """
 
 SLACK = 12 * MiB
 """The interpreter, threads' stacks and malloc's own keeping; measured below 5 MiB."""
 
-PER_RUN = 600
-"""Metadata: what planning holds for each run of the file, 2048 bytes here; measured at 500 bytes."""
+METADATA = 16 * MiB
+"""Of the parts that are being read; the columns of all 65,536 runs would be twice as many."""
 
 
 @pytest.mark.parametrize(("axis", "ceiling"), [(0, 0), (1, 0), (1, 16 * MiB), (1, 2 * MiB), (0, 2 * MiB)])
@@ -668,8 +666,7 @@ def test_memory_beside_the_slices_stays_under_the_ceiling(
     sparse(tmp_path / "model.safetensors", {"tiny": (4, 4), **shapes})
     growth, slices, _ = map(int, run_python(GROWTH, tmp_path, "tp=4", 3, axis, ceiling).split())
     assert slices == 128 * MiB + 16
-    runs = 16 * 4096 if axis else 16
-    assert growth <= slices + (ceiling or 256 * MiB) + runs * PER_RUN + SLACK
+    assert growth <= slices + (ceiling or 256 * MiB) + METADATA + SLACK
 
 
 def test_b77_each_of_4_processes_grows_by_its_slices_alone(run_python: Callable[..., str], tmp_path: Path) -> None:
@@ -693,6 +690,26 @@ def test_new_memory_is_aligned_writeable_and_zero_where_it_is_padded(filled: int
     assert (buffer.nbytes, buffer.ctypes.data % 64, buffer.flags.writeable) == (itemsize << 20, 0, True)
     if filled < target.size:
         assert not buffer.any()
+
+
+@pytest.mark.parametrize("columns", [slice(None), slice(0, 1024)])
+@pytest.mark.parametrize("way", ["fast", "slow", "unknown"])
+def test_however_the_kernel_gives_pages_the_bits_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, columns: slice
+) -> None:
+    write_checkpoint(tmp_path, {"w": ramp("w", (1024, 2048))})
+    advised, advise = [], meshload.kernel._madvise
+
+    def noted(address: int, size: int, advice: int) -> int:
+        advised.append(advice)
+        return 0 if advise is None else int(advise(address, size, advice))
+
+    monkeypatch.setattr(meshload.kernel, "_madvise", None if way == "unknown" else noted)
+    monkeypatch.setattr(meshload.kernel, "SLOW", {"slow": 0}.get(way, 1 << 60))
+    assert same_bits(np.asarray(meshload.open(tmp_path)["w"][:, columns]), ramp("w", (1024, 2048))[:, columns])
+    if way != "unknown" and hasattr(mmap, "MADV_NOHUGEPAGE"):
+        assert advised.count(mmap.MADV_HUGEPAGE) == 1
+        assert advised.count(mmap.MADV_NOHUGEPAGE) == (way == "slow")
 
 
 def test_a_shape_that_no_memory_holds_is_refused_by_name() -> None:

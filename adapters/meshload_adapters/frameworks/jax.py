@@ -154,20 +154,35 @@ class _Processes:
         return [row.tobytes()[: int(n)] for row, n in zip(found, lengths, strict=True)]
 
     def swap(self, parts: Sequence[NDArray[np.uint8]], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
-        """Give each process its part: all parts go to all, a little at a time, since JAX has no other way for main memory."""
-        lengths = np.stack(
-            [np.frombuffer(n, np.int64) for n in self.gather(np.asarray([len(p) for p in parts], np.int64).tobytes())]
-        )
-        mine = np.concatenate([*parts, np.zeros(0, np.uint8)])
+        """Give each process its part: what each gives goes to all, a little at a time, since JAX has no other way for main memory.
+
+        So parts that are the same, of which replicas are made, are told once.
+        """
+        places, data = _packed(parts)
+        told = np.stack([np.frombuffer(n, np.int64).reshape(-1, 2) for n in self.gather(places.tobytes())])
         found = [np.empty(n, np.uint8) for n in sizes]
-        begin = lengths[:, : self.rank].sum(axis=1)  # where in what each gives this process's part is
+        begin = told[:, self.rank, 0]  # where in what each gives this process's part is
         step = max(SWAPPED // self.size, 1)
-        for at in range(0, int(lengths.sum(axis=1).max()), step):
-            for data, start, out in zip(self.gather(mine[at : at + step].tobytes()), begin.tolist(), found, strict=True):
-                low, high = max(start, at), min(start + len(out), at + len(data))
+        for at in range(0, int((told[:, :, 0] + told[:, :, 1]).max()), step):
+            for given, start, out in zip(self.gather(data[at : at + step].tobytes()), begin.tolist(), found, strict=True):
+                low, high = max(start, at), min(start + len(out), at + len(given))
                 if low < high:
-                    out[low - start : high - start] = np.frombuffer(data, np.uint8)[low - at : high - at]
+                    out[low - start : high - start] = np.frombuffer(given, np.uint8)[low - at : high - at]
         return found
+
+
+def _packed(parts: Sequence[NDArray[np.uint8]]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Return the start and the length of each part, and the bytes of all; parts that are equal lie there once."""
+    kept: list[tuple[int, NDArray[np.uint8]]] = []
+    places, end = [], 0
+    for part in parts:
+        same = (at for at, k in kept if len(k) == len(part) and k[:64].tobytes() == part[:64].tobytes() and np.array_equal(k, part))
+        at = next(same, end)
+        if at == end:
+            kept.append((at, part))
+            end += len(part)
+        places.append((at, len(part)))
+    return np.asarray(places, np.int64), np.concatenate([*(part for _, part in kept), np.zeros(0, np.uint8)])
 
 
 def _put(values: Sequence[Any], devices: Sequence[Any]) -> list[Any]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from meshload.box import Box
 from meshload.errors import LayoutError, MeshloadWarning, listing
-from meshload.frameworks import Group, Held, Placement, Slice, Wish, World
+from meshload.frameworks import Group, Held, Placement, Slice, Staging, Wish, World
 from meshload.mesh import Cut, Mesh, Sharding, axes_of, sharding
 from meshload.naming import unwrapped
 from meshload.wanting import local_shape
@@ -118,6 +118,19 @@ class Torch:
         local = tensor_of(slices[0].values, _device(placement, place), slices[0].stored)
         return local if place.mesh is None else _dtensor(local, place.mesh, place.placements, placement.shape)
 
+    def staging(self) -> Staging | None:
+        """Return page-locked memory, where CUDA is there."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        from .._cuda import Ring
+
+        return Ring(self._where, torch_dtype)
+
+    def _where(self, placement: Placement) -> Any:
+        return _device(placement, placement.key or _Place(None))
+
     def dtype(self, dtype: Any) -> np.dtype[Any] | None:
         """Return a torch.dtype as NumPy's."""
         torch = sys.modules.get("torch")
@@ -147,8 +160,12 @@ class DTensors(Torch):
         mesh = _without(placement.mesh, placement.at)
         placements = _placements(self.mesh(mesh), placement.axes)
         _check_sayable(self.mesh(mesh), placements, placement)
-        local = tensor_of(slices[0].values, _device(placement, _Place(place.device, mesh)), slices[0].stored)
+        local = tensor_of(slices[0].values, self._where(placement), slices[0].stored)
         return _dtensor(local, mesh, placements, placement.shape)
+
+    def _where(self, placement: Placement) -> Any:
+        place = placement.key or _Place(None)
+        return _device(placement, place if place.mesh is not None else _Place(place.device, placement.mesh))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +215,12 @@ class _Processes:
 # --- tensors and dtypes -----------------------------------------------------------------------------------------------
 
 
-def tensor_of(values: NDArray[Any], device: Any = None, stored: str | None = None) -> Any:
+def tensor_of(values: Any, device: Any = None, stored: str | None = None) -> Any:
     """Return a tensor that owns the memory of an array; a copy only where the device is not the CPU."""
     import torch
 
+    if isinstance(values, torch.Tensor):
+        return values  # it was filled where it is
     own = torch_dtype(values.dtype, stored)
     if not values.size:
         return torch.empty(values.shape, dtype=own, device=device)
@@ -254,7 +273,7 @@ def numpy_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def _moved(tensor: Any, device: Any) -> Any:
-    """Return a tensor on a device; to CUDA through pinned memory, in the current stream's order."""
+    """Return a tensor on a device; to CUDA through pinned memory, in the current stream's order, where it is not streamed."""
     import torch
 
     if device.type == "meta":
