@@ -502,7 +502,7 @@ class KeyValueFile:
         The first such range may do; some stores tell of one behind the end too; else the end is looked for, by requests at once.
         """
         told, far = self._told([(0, START), (1 << 60, 1)])
-        if told is not None and told > 0:
+        if told is not None and 0 < told <= START:
             return told
         if far is not None and far > 0 and self._told([(far - 1, 2)]) == [far]:
             return far
