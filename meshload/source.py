@@ -504,7 +504,7 @@ class KeyValueFile:
         told, far = self._told([(0, START), (1 << 60, 1)])
         if told is not None and 0 < told <= START:
             return told
-        if far is not None and far > 0 and self._told([(far - 1, 2)]) == [far]:
+        if far is not None and far > 0 and [n is None for n in self._told([(far - 1, 1), (far, 1)])] == [True, False]:
             return far
         low, high = 0 if told is not None else START, 1 << 60
         while low < high:  # bytes before `low` are there, byte `high` is not
