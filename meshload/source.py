@@ -280,7 +280,8 @@ class LocalFile:
 
     def read_runs(self, ranges: Ints, runs: Ints, buffers: Mapping[int, Bytes]) -> None:
         """Read runs by the kernel's queue; of those that are not in memory, the disk is asked for all ranges before the first."""
-        addresses, file = _addresses(self.name, runs, buffers), _descriptor(self).number
+        addresses, descriptor = _addresses(self.name, runs, buffers), _descriptor(self)
+        file = descriptor.number  # as long as there is `descriptor`
         done = read_queued(file, runs[:, 1], runs[:, 2], addresses, cached=True)
         left = np.flatnonzero(~done)
         if len(left) and hasattr(os, "posix_fadvise"):

@@ -230,6 +230,75 @@ def check_a_digest_is_compared_by_all_ranks_together(world: World) -> None:
         meshload.restore(world.path, mesh="tp=4", exchange=True, digest=wrong)
 
 
+def check_b84_plans_are_told_in_main_memory_where_tensors_go_by_nccl(world: World) -> None:
+    import meshload.exchange as exchange
+
+    told, config, everyone = [], distributed.get_backend_config, distributed.all_gather
+
+    def noted(found: Any, mine: Any, group: Any = None) -> Any:
+        told.append((distributed.get_backend(group), mine.device.type))
+        return everyone(found, mine, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "all_gather", noted)
+        patch.setattr(distributed, "get_backend_config", lambda: "cuda:nccl")
+        assert exchange.shared(exchange.running(), world.rank) == [0, 1, 2, 3]
+        assert exchange.shared(exchange.running(), None) == [None] * 4
+        assert distributed.get_backend_config is not config
+    assert set(told) == {("gloo", "cpu")}
+    assert not torch.cuda.is_initialized()
+
+
+def check_b85_replicas_read_each_byte_once(world: World) -> None:
+    import meshload.source as source
+
+    nbytes, read_into, read_runs = 0, source.LocalFile.read_into, source.LocalFile.read_runs
+
+    def counted(self: Any, start: int, out: Any) -> None:
+        nonlocal nbytes
+        nbytes += len(out)
+        read_into(self, start, out)
+
+    def counted_runs(self: Any, ranges: Any, runs: Any, buffers: Any) -> None:
+        nonlocal nbytes
+        nbytes += int(runs[:, 2].sum())
+        read_runs(self, ranges, runs, buffers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source.LocalFile, "read_into", counted)
+        patch.setattr(source.LocalFile, "read_runs", counted_runs)
+        opened = meshload.open(world.path)
+        header, nbytes = nbytes, 0
+        tensors = meshload.restore(opened, mesh="dp=4", exchange=True)
+    total = torch.tensor(nbytes)
+    distributed.all_reduce(total)
+    payload = sum(values.nbytes for values in world.golden.values())
+    assert header < 100_000
+    assert payload <= int(total) <= 1.01 * payload
+    for name, values in world.golden.items():
+        assert tensors[name].view(torch.uint8).numpy().tobytes() == values.tobytes()
+
+
+def check_b80_all_raise_where_one_fails_and_nothing_is_published(world: World) -> None:
+    import time
+
+    import meshload.saving as saving
+
+    tensors = meshload.restore(world.path, mesh="tp=4")
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+
+            def torn(*args: Any, **options: Any) -> None:
+                raise meshload.SourceError("the upload was torn")
+
+            patch.setattr(saving, "fill", torn)
+        with pytest.raises(meshload.SourceError, match="the upload was torn"):
+            meshload.save(world.out / "b80", tensors, mesh="tp=4", to="orbax", config=world.config)
+    assert time.monotonic() - begin < 30
+    assert not (world.out / "b80").exists()
+
+
 def check_a_small_ceiling_takes_more_rounds(world: World) -> None:
     alone = meshload.restore(world.path, mesh="tp=4", exchange=False)
     together = meshload.restore(world.path, mesh="tp=4", exchange=True, max_bytes=1 << 14)

@@ -550,7 +550,7 @@ class TestJax(RestoreSuite):
         assert found.dtype == np.int64
         assert int(np.asarray(found)) == 2**40 + 1
 
-    def test_arrays_are_usable_in_jit(self, odd_shapes: Path) -> None:
+    def test_b57_arrays_with_dims_of_one_are_usable_in_jit(self, odd_shapes: Path) -> None:
         """B57."""
         found = meshload.restore(odd_shapes, into="jax")
         made = jax.jit(lambda tree: {"thin": tree["thin"] + 1, "flat": tree["flat"].T})({n: found[n] for n in ("thin", "flat")})

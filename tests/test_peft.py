@@ -127,6 +127,18 @@ def test_what_a_rank_s_pair_adds_is_its_slice_of_what_the_whole_pair_adds(
             assert np.array_equal(product.T if transposed else product, delta), name
 
 
+@pytest.mark.parametrize("mesh", ["tp=1", "tp=2", "ep=2", "tp=2,ep=2"])
+def test_b25_an_experts_pair_is_cut_once_and_merges_to_its_slice(tmp_path: Path, mesh: str) -> None:
+    config = {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 4}
+    test_what_a_rank_s_pair_adds_is_its_slice_of_what_the_whole_pair_adds(tmp_path, config, "w1 w2 w3", mesh)
+    arrays = adapter(config, {**LORA, "target_modules": ["w1", "w2", "w3"]})
+    assert len(arrays) == 2 * 2 * 3 * 2  # matrices of a pair, layers, modules, experts
+    meshload.convert(tmp_path / "adapter", tmp_path / "again", to="peft", config=config)
+    again = read_safetensors(tmp_path / "again" / "adapter_model.safetensors")
+    assert list(again) == sorted(arrays)
+    assert all(same_bits(again[name], values) for name, values in arrays.items())
+
+
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
 def test_ranks_hold_all_that_peft_wrote_and_nothing_else(family: str) -> None:
     golden = read_safetensors(GOLDEN / family / "adapter_model.safetensors")

@@ -530,6 +530,20 @@ def test_scattered_runs_stay_inside_their_buffers(rows: tuple[LocalFile, bytes],
         file.read_runs(merged(runs, np.zeros(2, int), MiB), np.abs(runs), {0: frozen})
 
 
+def test_a_file_stays_open_while_its_rows_are_read(rows: tuple[LocalFile, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    file, content = rows
+    monkeypatch.setattr(meshload.source, "_descriptor", meshload.source._descriptor.__wrapped__)  # others had it closed at once
+    monkeypatch.setattr(meshload.source, "plain_runs", None)
+    on_disk(monkeypatch, from_byte=MiB)
+    count = len(content) // 5000
+    runs = np.stack(
+        [np.zeros(count, int), np.arange(count) * 5000, np.full(count, 100), np.zeros(count, int), np.arange(count) * 100], 1
+    )
+    out = np.zeros(count * 100, np.uint8)
+    file.read_runs(merged(runs, np.full(count, 4096), MiB), runs, {0: out})
+    assert out.tobytes() == b"".join(content[a : a + 100] for a in range(0, count * 5000, 5000))
+
+
 @pytest.mark.parametrize("begun", [-1, 0, 7])
 def test_rows_that_the_queue_did_not_take_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: int) -> None:
     write_checkpoint(tmp_path, {"w": ramp("w", (600, 4096))})

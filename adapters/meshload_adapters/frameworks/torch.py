@@ -176,21 +176,20 @@ class _Processes:
     size: int
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return what each process gave; by tensors, so that no pickle is read."""
+        """Return what each process gave; by tensors, so that no pickle is read, and in main memory."""
         import torch
         import torch.distributed as dist
 
-        device = self._device()
-        mine = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        group = _telling()
+        mine = torch.tensor([len(data)], dtype=torch.int64)
         lengths = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(lengths, mine)
-        longest = max(1, *(int(n) for n in lengths))
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        dist.all_gather(lengths, mine, group=group)
+        padded = torch.zeros(max(1, *(int(n) for n in lengths)), dtype=torch.uint8)
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        found = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(self.size)]
-        dist.all_gather(found, padded.to(device))
-        return [t.cpu().numpy().tobytes()[: int(n)] for t, n in zip(found, lengths, strict=True)]
+        found = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(found, padded, group=group)
+        return [t.numpy().tobytes()[: int(n)] for t, n in zip(found, lengths, strict=True)]
 
     def swap(self, parts: Sequence[NDArray[np.uint8]], sizes: Sequence[int]) -> list[NDArray[np.uint8]]:
         """Give each process its part, by one collective."""
@@ -206,10 +205,32 @@ class _Processes:
     def _device(self) -> Any:
         """Return where the group's tensors lie: NCCL, for one, takes none of main memory."""
         import torch
-        import torch.distributed as dist
 
-        kinds = [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]  # as in cpu:gloo,cuda:nccl
+        kinds = _kinds()
         return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+
+
+def _kinds() -> list[str]:
+    """Return the kinds of devices between which the default group moves tensors, as in `cpu:gloo,cuda:nccl`."""
+    import torch.distributed as dist
+
+    return [pair.partition(":")[0] for pair in dist.get_backend_config().split(",")]
+
+
+_told: tuple[Any, Any] = (None, None)
+"""A default group that has no part of main memory, and one of gloo beside it."""
+
+
+def _telling() -> Any:
+    """Return the group by which processes tell each other of plans: NCCL would hold memory of a device for each other process."""
+    global _told
+    import torch.distributed as dist
+
+    if "cpu" in _kinds():
+        return None
+    if _told[0] is not dist.group.WORLD:
+        _told = dist.group.WORLD, dist.new_group(backend="gloo")
+    return _told[1]
 
 
 # --- tensors and dtypes -----------------------------------------------------------------------------------------------
