@@ -186,7 +186,7 @@ def choose(folder: Folder, format: str | Format | None) -> tuple[Format, list[st
         if format not in known:
             raise LayoutError(f"there is no format {format!r}; installed are: {', '.join(known)}")
         return known[format], []
-    fitting = [f for f in known.values() if f.matches(folder)]
+    fitting = _fitting(folder, list(known.values()))
     if not fitting:
         seen = folder.names()[:8] if folder.entry is None else [folder.entry]
         raise FormatError(
@@ -194,6 +194,18 @@ def choose(folder: Folder, format: str | Format | None) -> tuple[Format, list[st
             f"it holds {', '.join(seen) or 'nothing'}; name one with format="
         )
     return fitting[0], [f.name for f in fitting[1:]]
+
+
+def _fitting(folder: Folder, known: Sequence[Format]) -> list[Format]:
+    """Return the formats that match a folder; all are asked at once where answers come from afar."""
+    if not folder.is_remote:
+        return [f for f in known if f.matches(folder)]
+    from concurrent.futures import ThreadPoolExecutor
+
+    if folder.entry is None:
+        folder.names()  # which it remembers
+    with ThreadPoolExecutor(len(known), thread_name_prefix="meshload") as pool:
+        return [f for f, fits in zip(known, pool.map(lambda f: f.matches(folder), known), strict=True) if fits]
 
 
 def described(config: Any) -> Mapping[str, Any] | None:

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -418,12 +418,21 @@ class KeyValueFolder:
     kvstore: Any
     url: str
     entry: str | None = None
+    seen: set[str] = field(default_factory=set)
+    """Files that were there when they were asked for: several formats ask for the same."""
+    listed: dict[str, list[str]] = field(default_factory=dict)
+    """What has been listed already."""
 
     @property
     def name(self) -> str:
         return f"{self.url}{self.entry}" if self.entry else self.url
 
     def names(self, under: str = "") -> list[str]:
+        if under not in self.listed:
+            self.listed[under] = self._names(under)
+        return self.listed[under].copy()
+
+    def _names(self, under: str) -> list[str]:
         import tensorstore
 
         prefix = f"{_checked(under.rstrip('/'), self.url)}/" if under else ""
@@ -438,7 +447,9 @@ class KeyValueFolder:
         return sorted({head + slash for head, slash, _ in rest if head})
 
     def has(self, file: str) -> bool:
-        return _found(self.kvstore, _checked(file, self.url), f"{self.url}{file}")
+        if file not in self.seen and _found(self.kvstore, _checked(file, self.url), f"{self.url}{file}"):
+            self.seen.add(file)
+        return file in self.seen
 
     def file(self, file: str) -> KeyValueFile:
         if not self.has(file):
@@ -465,6 +476,12 @@ def _found(store: Any, key: str, name: str) -> bool:
         raise SourceError(f"{name}: cannot be read: {error}") from error
 
 
+START = 64 << 10
+"""Many a file of metadata ends within so many bytes."""
+PROBES = 16
+"""Requests at once that look for an end."""
+
+
 @dataclass(frozen=True, eq=False)
 class KeyValueFile:
     """One object in a key-value store, read by ranges."""
@@ -481,28 +498,39 @@ class KeyValueFile:
 
     @cached_property
     def size(self) -> int:
-        """Found by asking for single bytes, since TensorStore tells no sizes; an error message may hint at it."""
-        hint = self._beyond(1 << 60)
-        if hint is not None and hint > 0 and self._beyond(hint - 1) is None and self._beyond(hint) is not None:
-            return hint
-        low, high = 0, 1 << 16
-        while self._beyond(high) is None:
-            low, high = high + 1, high * 4
+        """Found by asking, since TensorStore tells no sizes, but for the error that a range over the end is.
+
+        The first such range may do; some stores tell of one behind the end too; else the end is looked for, by requests at once.
+        """
+        told, far = self._told([(0, START), (1 << 60, 1)])
+        if told is not None and 0 < told <= START:
+            return told
+        if far is not None and far > 0 and [n is None for n in self._told([(far - 1, 1), (far, 1)])] == [True, False]:
+            return far
+        low, high = 0 if told is not None else START, 1 << 60
         while low < high:  # bytes before `low` are there, byte `high` is not
-            middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._beyond(middle) is None else (low, middle)
+            if high - low <= self.gap:
+                (told,) = self._told([(low, high - low + 1)])
+                if told is not None and low < told <= high:
+                    return told
+            at = np.unique(np.geomspace(max(low, 1), high, PROBES).astype(np.int64).clip(low, high - 1)).tolist()
+            there = sum(told is None for told in self._told([(byte, 1) for byte in at]))
+            low, high = at[there - 1] + 1 if there else low, at[there] if there < len(at) else high
         return low
 
-    def _beyond(self, at: int) -> int | None:
-        """Return None where byte `at` is there, else a guess at the size (-1: none)."""
-        try:
-            self.kvstore.read(self.key, byte_range=slice(at, at + 1)).result()
-        except (ValueError, OSError) as error:
-            if "OUT_OF_RANGE" not in str(error):
-                raise SourceError(f"{self.name}: cannot be read: {error}") from error
-            told = re.search(r"size\D{0,3}(\d+)", str(error), re.IGNORECASE)
-            return int(told[1]) if told else -1
-        return None
+    def _told(self, ranges: Sequence[tuple[int, int]]) -> list[int | None]:
+        """Return, of each start and length, None where all of it is there, else what the store tells of the size (-1: nothing)."""
+        found: list[int | None] = []
+        for future in [self._asked(start, length) for start, length in ranges]:
+            try:
+                future.result()
+                found.append(None)
+            except (ValueError, OSError) as error:
+                if "OUT_OF_RANGE" not in str(error):
+                    raise SourceError(f"{self.name}: cannot be read: {error}") from error
+                told = re.search(r"size\D{0,3}(\d+)", str(error), re.IGNORECASE)
+                found.append(int(told[1]) if told else -1)
+        return found
 
     def read_into(self, start: int, out: Bytes) -> None:
         if len(out):
@@ -524,10 +552,10 @@ class KeyValueFile:
             found = asked.result()
         except (ValueError, OSError) as error:
             raise SourceError(f"{self.name}: reading {length} bytes at {start} failed: {error}") from error
-        if found.state != "value" or len(found.value) != length:
-            n = len(found.value) if found.state == "value" else 0
-            raise SourceError(f"{self.name}: {n} bytes came of {length} at {start}; it was cut while being read")
-        return np.frombuffer(found.value, np.uint8)
+        value = found.value  # a copy, each time that it is asked for
+        if found.state != "value" or len(value) != length:
+            raise SourceError(f"{self.name}: {len(value)} bytes came of {length} at {start}; it was cut while being read")
+        return np.frombuffer(value, np.uint8)
 
 
 # --- chunked arrays ---------------------------------------------------------------------------------------------------

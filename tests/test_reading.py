@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from meshload.pieces import piece, table
 from meshload.planning import Plan, Target, plan_array
 from meshload.reading import buffer_for, buffers_for, fragments, read, read_array, values_of
 from meshload.scheduling import REQUEST, merged
-from meshload.source import ChunkedArray, LocalFile, plain_runs
+from meshload.source import PROBES, START, ChunkedArray, KeyValueFile, KeyValueFolder, LocalFile, open_folder, plain_runs
 from meshload.testing import Counted, InMemory, Log, counted, ramp, read_safetensors, same_bits, write_checkpoint, write_safetensors
 
 pytest.importorskip("hypothesis")
@@ -845,6 +846,12 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(folder: Path) -> Iterator[tuple[str, type[_Ranges]]]:
+    with serving(folder) as found:
+        yield found
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, type[_Ranges]]]:
     handler = type("Handler", (_Ranges,), {"root": folder, "asked": []})
     found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=found.serve_forever, daemon=True)
@@ -866,6 +873,77 @@ def test_http_is_read_by_ranges(folder: Path, server: tuple[str, type[_Ranges]])
     handler.asked.clear()
     meshload.restore(checkpoint, mesh="tp=2", rank=1, into="numpy", merge_gap=0)
     assert sorted(handler.asked) == sorted(fragments(made))
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 4095, START - 1, START, START + 1, 2 * START, 1_000_003, 5_000_000])
+def test_a_size_over_http_is_found_in_a_few_rounds(size: int, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(size))
+    with serving(tmp_path) as (url, handler):
+        rounds = []
+        file = open_folder(url).file("x")
+        handler.asked.clear()
+        told = type(file)._told
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(file), "_told", lambda self, ranges: (rounds.append(len(ranges)), told(self, ranges))[1])
+            assert file.size == size
+        assert len(rounds) <= 6
+        assert sum(rounds) <= 6 * PROBES
+        assert sum(length for _, _, length in handler.asked) <= START + 2 * file.gap
+
+
+def test_the_size_of_an_object_is_found_whatever_the_store_tells() -> None:
+    """Servers tell it where a range reaches over the end; S3 of a range behind it too; a store may tell nothing, or nonsense."""
+    for told in (None, "size 99999999999"):
+        for size in (0, 1, 5, 70_000, (1 << 40) + 12_345):
+            file = KeyValueFile(_Silent(size, told), "x", "x")
+            assert file.size == size
+
+
+class _Silent:
+    """A store with one object of a size, whose errors say what they are told to."""
+
+    def __init__(self, size: int, words: str | None) -> None:
+        self.size, self.words = size, words
+
+    def read(self, key: str, byte_range: slice) -> Any:
+        future: Any = SimpleNamespace(result=lambda: None)
+        if byte_range.stop > self.size:
+            future.result = self.refuse
+        return future
+
+    def refuse(self) -> None:
+        raise ValueError(f"OUT_OF_RANGE: {self.words or ''}")
+
+
+def test_b79_a_remote_folder_is_listed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tensorstore.KvStore.open("memory://").result()
+    for file in folder.iterdir():
+        store.write(file.name, file.read_bytes()).result()
+    listed = []
+    names = KeyValueFolder._names
+    monkeypatch.setattr(KeyValueFolder, "_names", lambda self, under: (listed.append(self.name + under), names(self, under))[1])
+    monkeypatch.setattr(KeyValueFolder, "is_remote", True)
+    meshload.open(store)
+    assert len(listed) == len(set(listed))
+    assert len(listed) > 0
+
+
+def test_what_comes_from_a_store_is_copied_out_once() -> None:
+    copies = []
+
+    class Result:
+        state = "value"
+
+        @property
+        def value(self) -> bytes:
+            copies.append(1)
+            return b"abc"
+
+    store = SimpleNamespace(read=lambda key, byte_range: SimpleNamespace(result=Result))
+    out = np.empty(3, np.uint8)
+    KeyValueFile(store, "x", "x").read_into(0, out)
+    assert out.tobytes() == b"abc"
+    assert len(copies) == 1
 
 
 def test_one_file_over_http_is_read(folder: Path, server: tuple[str, type[_Ranges]]) -> None:

@@ -2,7 +2,8 @@
 
     python tests/bench/restore.py FOLDER [--layers 12] [--shards 2] [--rounds 7] [--only tp4 rows] [--cold] [--json FILE]
 
-FOLDER is made and kept: 122 MB a layer and 262 MB. Each run is a fresh process, which has imported its libraries before the clock
+FOLDER is made and kept: 122 MB a layer and 262 MB. Questions over a network have servers of their own on this machine, which share
+its cores; there a checkpoint of `--layers 1` does. Each run is a fresh process, which has imported its libraries before the clock
 starts; all sides of a question take turns within a round. Columns: median and least seconds, their ratio to the fastest floor (or
 the first row), CPU seconds, the peak of resident memory beside the result, bytes asked by read calls (rows that meshload queues are
 not among them), bytes that came from the disk (with --cold, which drops the files from the page cache before each run), and the
@@ -24,11 +25,13 @@ import time
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import checkpoint
-from sides import CONVERTED, PROCESSES, SIDES, nbytes
+from servers import served
+from sides import COMPARED, CONVERTED, ORBAX, PARTS, PROCESSES, SERVED, SIDES, nbytes
 
 MiB = 1 << 20
 
@@ -43,6 +46,7 @@ def main() -> None:
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--place", help=argparse.SUPPRESS)
     parser.add_argument("--convert", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
     told = parser.parse_args()
@@ -50,7 +54,7 @@ def main() -> None:
         CONVERTED[told.convert](told.folder)
         return
     if told.side:
-        print(json.dumps(measured(told.folder, *told.side, check=told.check)))
+        print(json.dumps(measured(told.place or told.folder, *told.side, check=told.check)))
         return
     folder = checkpoint.write(told.folder, told.layers, told.shards)
     size = sum(f.stat().st_size for f in folder.glob("*.safetensors")) / 1e9
@@ -68,32 +72,35 @@ def asked(question: str, folder: Path, rounds: int, cold: bool) -> dict[str, lis
     """Run all sides of a question in turns; the first round warms the page cache, compares the bytes, and is not counted."""
     if question in CONVERTED:
         subprocess.run([sys.executable, __file__, str(folder), "--convert", question], check=True, capture_output=True)
-        folder = folder / question
+        folder = folder / ORBAX
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     sums: dict[str, Any] = {}
-    for n in range(rounds + 1):
-        for side in SIDES[question]:
-            if found.get(side) and "failed" in found[side][-1]:
-                continue
-            if cold:
-                drop(folder)
-            one = run(question, side, folder, check=n == 0)
-            if n == 0 and "failed" not in one:
-                sums[side] = one.get("sum")
-                continue
-            found[side].append(one)
+    with SERVED.get(question, lambda _: nullcontext())(folder) as place:
+        for n in range(rounds + 1):
+            for side in SIDES[question]:
+                if found.get(side) and "failed" in found[side][-1]:
+                    continue
+                if cold:
+                    drop(folder)
+                one = run(question, side, folder, place, check=n == 0)
+                if n == 0 and "failed" not in one:
+                    sums[side] = one.get("sum")
+                    continue
+                found[side].append(one)
     if len({s for s in sums.values() if s is not None}) > 1:
         raise SystemExit(f"{question}: the sides give different bytes: {sums}")
     return found
 
 
-def run(question: str, side: str, folder: Path, *, check: bool) -> dict[str, Any]:
+def run(question: str, side: str, folder: Path, place: str | None, *, check: bool) -> dict[str, Any]:
     """Run one side in a fresh process, or in several; the slowest of them counts."""
     processes = PROCESSES.get(question, 1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     command = [sys.executable, __file__, str(folder), "--side", question, side] + ["--check"] * check
+    command += ["--place", place] if place else []
+    before = served(place) if place else 0
     group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} if processes > 1 else {}
     plain = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     begin = time.perf_counter()
@@ -111,14 +118,14 @@ def run(question: str, side: str, folder: Path, *, check: bool) -> dict[str, Any
     return {
         **worst,
         "whole": time.perf_counter() - begin,
-        "asked": sum(r["asked"] for r in results),
+        "asked": served(place) - before if place else sum(r["asked"] for r in results),
         "disk": sum(r["disk"] for r in results),
     }
 
 
-def measured(folder: Path, question: str, side: str, *, check: bool) -> dict[str, Any]:
+def measured(place: Any, question: str, side: str, *, check: bool) -> dict[str, Any]:
     """Run one side here."""
-    call = SIDES[question][side](folder)
+    call = SIDES[question][side](place)
     if PROCESSES.get(question, 1) > 1:
         import torch
 
@@ -137,7 +144,7 @@ def measured(folder: Path, question: str, side: str, *, check: bool) -> dict[str
         "beside": peak - before - nbytes(found),
         "asked": after["rchar"] - asked["rchar"],
         "disk": after["read_bytes"] - asked["read_bytes"],
-        **({"sum": checksum(found)} if check and question in ("tp4", "rows", "whole") else {}),
+        **({"sum": checksum(found)} if check and question in COMPARED else {}),
     }
 
 
@@ -181,18 +188,20 @@ def table(question: str, found: Mapping[str, Sequence[Mapping[str, Any]]], cold:
     floors = [side for side in good if side.startswith("floor")] or list(good)[:1]
     lines = [
         f"\n**{question}**{', cold' if cold else ''}: {next(iter(good.values()))[-1]['result'] / MiB:.0f} MiB a process\n",
-        "| side | median s | least s | x floor | x floor, least | CPU s | beside MiB | asked MiB | disk MiB | process s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| side | median s | least s | x floor | x least | CPU s | beside MiB | asked MiB | x wanted | disk MiB | process s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for side, runs in found.items():
         if side not in good:
-            lines.append(f"| {side} | skipped: {runs[-1]['failed']} |" + " |" * 8)
+            lines.append(f"| {side} | skipped: {runs[-1]['failed']} |" + " |" * 9)
             continue
         middle = {key: statistics.median(r[key] for r in runs) for key in ("cpu", "beside", "asked", "disk", "whole")}
+        wanted = runs[-1]["result"] * PARTS.get(question, 1)
         ratios = [min(of[f] for f in floors) / of[side] for of in (median, least)]
         lines.append(
             f"| {side} | {median[side]:.3f} | {least[side]:.3f} | {ratios[0]:.2f} | {ratios[1]:.2f} | {middle['cpu']:.2f} "
-            f"| {middle['beside'] / MiB:.0f} | {middle['asked'] / MiB:.0f} | {middle['disk'] / MiB:.0f} | {middle['whole']:.2f} |"
+            f"| {middle['beside'] / MiB:.0f} | {middle['asked'] / MiB:.0f} | {middle['asked'] / wanted:.2f} "
+            f"| {middle['disk'] / MiB:.0f} | {middle['whole']:.2f} |"
         )
     return "\n".join(lines)
 

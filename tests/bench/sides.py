@@ -5,21 +5,28 @@ A call returns its tensors by name. Whatever a library maps lazily is copied int
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
+import servers
 from checkpoint import ROW_PARALLEL, slices
 
 Call = Callable[[], Mapping[str, Any]]
-Side = Callable[[Path], Call]
+Side = Callable[[Any], Call]
+"""Of a folder, or of a place in a server."""
 
+ORBAX = "orbax4"
+"""The folder of the copy in Orbax's format."""
 THREADS = 2
 """Of the plain floors: as many as cores; more were no faster."""
 ROWS = " ".join(ROW_PARALLEL)
@@ -112,26 +119,41 @@ def _in_threads(do: Callable[[Any], Any], items: Iterator[Any], threads: int = T
 def meshload(*, again: bool = False, **options: Any) -> Side:
     """Restore; `again` times the second of two restores in one process."""
 
-    def prepare(folder: Path) -> Call:
+    def prepare(place: Any) -> Call:
         import torch  # noqa: F401 - the other sides have it before the clock starts too
 
         import meshload
 
+        opened = servers.opened(place)
         if again:
-            meshload.restore(folder, into="torch", **options)
-        return lambda: meshload.restore(folder, into="torch", **options)
+            meshload.restore(opened, into="torch", **options)
+        return lambda: meshload.restore(opened, into="torch", **options)
 
     return prepare
 
 
-def engine(**options: Any) -> Side:
-    """Read what is opened and planned already: meshload without its constant costs."""
+def exchanging(exchange: bool, **options: Any) -> Side:
+    """Restore in several processes."""
 
-    def prepare(folder: Path) -> Call:
+    def prepare(place: Any) -> Call:
+        import torch
+
+        torch.distributed.init_process_group("gloo")
+        return meshload(exchange=exchange, **options)(place)
+
+    return prepare
+
+
+def engine(*, threads: int = 0, **options: Any) -> Side:
+    """Read what is opened and planned already: meshload without its constant costs; over a network by so many threads."""
+
+    def prepare(place: Any) -> Call:
         import meshload
+        from meshload import scheduling
         from meshload.reading import buffers_for, read
 
-        made = meshload.plan(folder, into="numpy", **options)
+        scheduling.NETWORK_THREADS = threads or scheduling.NETWORK_THREADS
+        made = meshload.plan(servers.opened(place), into="numpy", **options)
         len(made.schedule)
 
         def call() -> Mapping[str, Any]:
@@ -209,6 +231,42 @@ def fastsafetensors(folder: Path) -> Call:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
+
+
+# --- over a network ---------------------------------------------------------------------------------------------------
+
+
+def by_hand(threads: int, **options: Any) -> Side:
+    """Ask for the ranges that meshload asks for, each thread by a connection of its own, into new memory; no slice is cut out."""
+
+    def prepare(place: str) -> Call:
+        import meshload
+        from meshload.reading import fragments
+
+        asked = list(fragments(meshload.plan(servers.opened(place), into="numpy", **options)))
+
+        own = threading.local()
+
+        def ask(item: tuple[str, int, Any]) -> None:
+            file, start, out = item
+            if not hasattr(own, "connection"):
+                own.connection = http.client.HTTPConnection(urlsplit(place).netloc)
+            told = {"Range": f"bytes={start}-{start + len(out) - 1}"}
+            own.connection.request("GET", f"{urlsplit(place).path}{file}", headers=told)
+            answer, there = own.connection.getresponse(), memoryview(out)
+            while there and (n := answer.readinto(there)):
+                there = there[n:]
+            if there or answer.status != 206:
+                raise OSError(f"{file}: {answer.status}, {len(there)} bytes of {len(out)} did not come")
+
+        def call() -> Mapping[str, Any]:
+            found = {f"{file} {start:015}": np.empty(n, np.uint8) for file, start, n in asked}
+            _in_threads(ask, ((file, start, found[f"{file} {start:015}"]) for file, start, _ in asked), threads)
+            return found
+
+        return call
+
+    return prepare
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
@@ -297,14 +355,17 @@ def _jax_mesh() -> Any:
     return jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
-def meshload_jax(folder: Path) -> Call:
-    import jax
+def meshload_jax(**options: Any) -> Side:
+    def prepare(folder: Path) -> Call:
+        import jax
 
-    import meshload
+        import meshload
 
-    mesh = _jax_mesh()
-    told = {} if (folder / "config.json").exists() else {"config": folder.parent}
-    return lambda: jax.block_until_ready(meshload.restore(folder, mesh=mesh, **told))
+        mesh = _jax_mesh()
+        told = options if (folder / "config.json").exists() else {"config": folder.parent, **options}
+        return lambda: jax.block_until_ready(meshload.restore(folder, mesh=mesh, **told))
+
+    return prepare
 
 
 def orbax_safetensors(folder: Path) -> Call:
@@ -358,7 +419,7 @@ def convert_to_orbax(folder: Path) -> None:
     import orbax.checkpoint as ocp
     from safetensors.numpy import load_file as load
 
-    made = folder / "orbax4"
+    made = folder / ORBAX
     if not made.exists():
         mesh = _jax_mesh()
         abstract = _abstract(folder, mesh)
@@ -372,6 +433,27 @@ def convert_to_orbax(folder: Path) -> None:
 # --- the questions ----------------------------------------------------------------------------------------------------
 
 TP4 = {"mesh": "tp=4", "rank": 1}
+ROWS_ALONE = {"include": [f"*{n}" for n in ROW_PARALLEL]}
+
+
+def ceilings(least: int = 64, side: Callable[..., Side] = meshload, **options: Any) -> dict[str, Side]:
+    mib = {"unlimited": 1 << 20, "256 MiB, the default": 256, f"{least} MiB": least}
+    return {f"meshload, {name}": side(max_bytes=n << 20, **options) for name, n in mib.items()}
+
+
+def shared(**options: Any) -> dict[str, Side]:
+    return {f"meshload, exchange={told}": exchanging(told, **options) for told in (True, False)}
+
+
+def remote(**options: Any) -> dict[str, Side]:
+    return {
+        "floor: 16 requests by hand": by_hand(16, **options),
+        "one after another": by_hand(1, **options),
+        "meshload": meshload(**options),
+        "meshload, planned": engine(**options),
+    }
+
+
 SIDES: Mapping[str, Mapping[str, Side]] = {
     "tp4": {
         "floor: preadv": floor("preadv", 4),
@@ -379,15 +461,13 @@ SIDES: Mapping[str, Mapping[str, Side]] = {
         "floor: preadv, huge pages": floor("preadv", 4, empty="numpy"),
         "meshload": meshload(**TP4),
         "meshload, planned": engine(**TP4),
-        "meshload, 64 MiB": meshload(**TP4, max_bytes=64 << 20),
-        "meshload, second time": meshload(**TP4, again=True),
         "safetensors get_slice": get_slice(4),
     },
     "rows": {
         "floor: preadv": floor("preadv", 4, ROWS),
         "floor: mapped copy": floor("map", 4, ROWS),
-        "meshload": meshload(**TP4, include=[f"*{n}" for n in ROW_PARALLEL]),
-        "meshload, planned": engine(**TP4, include=[f"*{n}" for n in ROW_PARALLEL]),
+        "meshload": meshload(**TP4, **ROWS_ALONE),
+        "meshload, planned": engine(**TP4, **ROWS_ALONE),
         "safetensors get_slice": get_slice(4, ROWS),
     },
     "whole": {
@@ -400,12 +480,38 @@ SIDES: Mapping[str, Mapping[str, Side]] = {
         "fastsafetensors": fastsafetensors,
     },
     "tp2x2": {"meshload": meshload_dtensors, "torch DCP": dcp, "transformers": transformers},
-    "jax4": {"meshload": meshload_jax, "Orbax v1": orbax_safetensors},
-    "orbax4": {"meshload": meshload_jax, "Orbax v0": orbax},
+    "jax4": {"meshload": meshload_jax(), "Orbax v1": orbax_safetensors},
+    "orbax4": {"meshload": meshload_jax(), "Orbax v0": orbax},
+    "again": {
+        "floor: preadv": floor("preadv", 4),
+        "meshload, first time": meshload(**TP4),
+        "meshload, second time": meshload(**TP4, again=True),
+    },
+    "ceiling": ceilings(**TP4),
+    "ceiling-whole": ceilings(),
+    "ceiling-http": ceilings(),
+    "ceiling-orbax": ceilings(128, meshload_jax),  # the largest chunk takes 94 MiB
+    "dp4": shared(mesh="dp=4"),
+    "dp4-http": shared(mesh="dp=4"),
+    "rows4": shared(mesh="tp=4", **ROWS_ALONE),
+    "rows4-http": shared(mesh="tp=4", **ROWS_ALONE),
+    "http": remote(),
+    "http-tp4": remote(**TP4),
+    "s3": remote(),
+    "threads": {f"meshload, planned, {n} at once": engine(threads=n) for n in (1, 2, 4, 8, 16, 32)},
 }
-PROCESSES = {"tp2x2": 2}
-CONVERTED = {"orbax4": convert_to_orbax}
-"""Questions about a copy in another format, in a folder of the question's name."""
+PROCESSES = {"tp2x2": 2, "dp4": 4, "dp4-http": 4, "rows4": 4, "rows4-http": 4}
+PARTS = {"tp2x2": 2, "rows4": 4, "rows4-http": 4}
+"""How many processes' slices make up what is wanted; of others one process wants all that any does."""
+CONVERTED = {"orbax4": convert_to_orbax, "ceiling-orbax": convert_to_orbax}
+"""Questions about a copy in another format, in a folder beside the files."""
+SERVED: Mapping[str, Callable[[Path], AbstractContextManager[str]]] = {
+    **dict.fromkeys(("ceiling-http", "dp4-http", "rows4-http", "http", "http-tp4", "threads"), servers.ranges),
+    "s3": servers.s3,
+}
+"""Questions about files in a server, which runs as long as the question is asked."""
+COMPARED = ("tp4", "rows", "whole", "again", "ceiling", "ceiling-whole", "ceiling-http")
+"""Questions of which all sides give the same arrays, which are compared."""
 
 
 def nbytes(found: Any) -> int:
