@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,7 @@ from .frameworks import Group, installed
 from .pieces import Ints
 from .planning import Plan
 from .reading import Progress, read
-from .scheduling import Copies, compacted
+from .scheduling import NETWORK_THREADS, THREADS, Copies, compacted
 from .sharing import Shared, share_out
 from .source import Bytes, ByteSource, ChunkedSource, Source
 
@@ -115,8 +115,8 @@ def exchange_of(plan: Plan, group: Group) -> Exchange:
         source = renumber[columns["source"]] if len(renumber) else columns["source"]
         target = np.full(len(source), rank, np.int64)
         tables.append(Copies(places, **{**columns, "source": source, "target": target}))
-    # slabs stay while what is sent is put together, joined and swapped; and all must mean the same rounds
-    budget = max(1, min(ceiling for _, ceiling, _ in told) // 5)
+    # slabs stay while what is sent is put together, joined and swapped, and the next ones come; and all must mean the same rounds
+    budget = max(1, min(ceiling for _, ceiling, _ in told) // 6)
     table = Copies.union(tables)
     shared = share_out(table, budget=budget, shareable=once)
     first = sum(len(columns["source"]) for _, _, columns in told[: group.rank])
@@ -135,19 +135,25 @@ def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *,
     for part in alone:
         together(group, partial(read, part, buffers, progress=progress and _advance(progress, done, total)))
         done += part.schedule.nbytes
-    held: dict[int, Bytes] = {}
-    for rows in shared.rounds():
-        sent = together(group, partial(_sent, exchange, rows, held)) or []
-        taken = rows[shared.parts.target[rows] == group.rank]
-        by_rank = shared.slabs[shared.slab[taken], 3]
-        parts = shared.parts.take(taken)
-        sizes = np.zeros(group.size, np.int64)
-        np.add.at(sizes, by_rank, parts.sizes * parts.itemsize)
-        for rank, data in enumerate(group.swap(sent, sizes.tolist())):
-            _place(exchange, taken[by_rank == rank], data, buffers)
-        done += int(sizes.sum())
-        if progress and len(taken):
-            progress(done, total)
+    slabs = _Slabs(exchange)
+    try:
+        for rows, following in pairwise([*shared.rounds(), None]):
+            assert rows is not None
+            sent = together(group, partial(_sent, exchange, rows, slabs)) or []
+            if following is not None:
+                slabs.ask(following)
+            taken = rows[shared.parts.target[rows] == group.rank]
+            by_rank = shared.slabs[shared.slab[taken], 3]
+            parts = shared.parts.take(taken)
+            sizes = np.zeros(group.size, np.int64)
+            np.add.at(sizes, by_rank, parts.sizes * parts.itemsize)
+            for rank, data in enumerate(group.swap(sent, sizes.tolist())):
+                _place(exchange, taken[by_rank == rank], data, buffers)
+            done += int(sizes.sum())
+            if progress and len(taken):
+                progress(done, total)
+    finally:
+        slabs.pool.shutdown(cancel_futures=True)
 
 
 def _advance(progress: Progress, before: int, total: int) -> Progress:
@@ -163,17 +169,34 @@ def _alone(exchange: Exchange) -> list[Copies]:
     return [rest.take(slice(a, b)) for a, b in pairwise([0, *edges.tolist(), len(rest)])]
 
 
-def _sent(exchange: Exchange, rows: Ints, held: dict[int, Bytes]) -> list[Bytes]:
-    """Read this process's slabs, and return what goes to each process, part by part, row-major.
+class _Slabs:
+    """The slabs that this process reads, asked for a round ahead: they come while those before are handed on."""
 
-    `held` are the slabs that are there from the rounds before.
-    """
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        far = any(getattr(s, "holds", False) or getattr(s, "is_far", False) for s in exchange.sources)
+        self.pool = ThreadPoolExecutor(NETWORK_THREADS if far else THREADS, thread_name_prefix="meshload")
+        self.coming: dict[int, Future[Bytes]] = {}
+
+    def ask(self, rows: Ints) -> Ints:
+        """Ask for the slabs of some parts that are not on their way yet; return the parts that are this process's to send."""
+        shared = self.exchange.shared
+        of_mine: Ints = rows[shared.slabs[shared.slab[rows], 3] == self.exchange.group.rank]
+        for n in np.unique(shared.slab[of_mine]).tolist():
+            if n not in self.coming:
+                self.coming[n] = self.pool.submit(_read, self.exchange, n)
+        return of_mine
+
+    def drop(self, row: int) -> None:
+        """Let go of slabs of which no part after this one is sent."""
+        for n in [n for n in self.coming if self.exchange.shared.last[n] <= row]:
+            del self.coming[n]
+
+
+def _sent(exchange: Exchange, rows: Ints, slabs: _Slabs) -> list[Bytes]:
+    """Wait for this process's slabs, and return what goes to each process, part by part, row-major."""
     shared = exchange.shared
-    of_mine = rows[shared.slabs[shared.slab[rows], 3] == exchange.group.rank]
-    mine = np.unique(shared.slab[of_mine]).tolist()
-    fresh = [n for n in mine if n not in held]
-    with ThreadPoolExecutor(4, thread_name_prefix="meshload") as pool:
-        held.update(zip(fresh, pool.map(lambda n: _read(exchange, n), fresh), strict=True))
+    of_mine = slabs.ask(rows)
     parts = shared.parts.take(of_mine)
     sizes = parts.sizes * parts.itemsize
     found = []
@@ -182,13 +205,12 @@ def _sent(exchange: Exchange, rows: Ints, held: dict[int, Bytes]) -> list[Bytes]
         data, at = np.empty(int(sizes[numbers].sum()), np.uint8), 0
         for row in numbers.tolist():
             n = int(shared.slab[of_mine[row]])
-            here = _view(parts, row, held[n], int(parts.offset[row]) - int(shared.slabs[n, 1]), parts.strides)
+            slab = slabs.coming[n].result()
+            here = _view(parts, row, slab, int(parts.offset[row]) - int(shared.slabs[n, 1]), parts.strides)
             data[at : at + here.nbytes].view(here.dtype).reshape(here.shape)[...] = here
             at += here.nbytes
         found.append(data)
-    for n in mine:
-        if shared.last[n] <= rows[-1]:
-            del held[n]
+    slabs.drop(int(rows[-1]))
     return found
 
 

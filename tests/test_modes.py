@@ -266,4 +266,4 @@ def test_row_parallel_ranks_read_each_byte_once_in_many_rounds(tmp_path: Path, m
     with breaking(monkeypatch, 1 << 20) as reads:
         found = together(plans)
     assert all(same_bits(part, np.ascontiguousarray(values[:, 16 * r : 16 * r + 16])) for r, part in enumerate(found))
-    assert len(reads) == len(set(reads)) == 41
+    assert len(reads) == len(set(reads)) == 49
