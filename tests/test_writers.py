@@ -635,6 +635,16 @@ def test_every_ranks_vectors_are_those_that_fast_llm_wrote(tmp_path: Path, case:
     assert found.meta["fast_llm_config"]["base_model"] == src.meta["fast_llm_config"]["base_model"]
 
 
+def test_fast_llms_frozen_weights_are_written_without_moments(tmp_path: Path) -> None:
+    path = FAST_LLM / "layouts/llama_frozen_pp3_dp2"
+    meshload.convert(path, tmp_path / "out", to="fast_llm", optimizer=True)
+    src, found = meshload.open(path), meshload.open(tmp_path / "out")
+    assert sorted(found) == sorted(src)
+    for kind, moments in src.optimizer.items():
+        assert sorted(found.optimizer[kind]) == sorted(moments)
+        assert all(same_bits(found.optimizer[kind][name], np.asarray(array)) for name, array in moments.items())
+
+
 def within(part: Any, whole: Any) -> bool:
     """Say whether a config is part of another one."""
     if isinstance(part, dict):

@@ -47,6 +47,7 @@ def lay_out_named(folder: LocalFolder, like: Checkpoint, step: int | None, max_s
         Array(f"{name}/{state}", of[name].dtype, of[name].shape, of[name].pieces)
         for name in like.arrays
         for state, of in states.items()
+        if name in of  # what is frozen has no moments
     ]
     told = _metadata("fast_llm", base, {}, {}, states, _progress(like, step))
     index: dict[str, str] = {}
