@@ -304,6 +304,17 @@ def test_a_file_that_was_replaced_since_it_was_opened_is_not_read_by_the_old_hea
         restore(opened)
 
 
+@pytest.mark.parametrize("size", [-8, 0, 8])
+def test_a_file_of_another_size_is_not_read_by_the_old_header(tmp_path: Path, size: int) -> None:
+    path = write_checkpoint(tmp_path, {"a": ramp("a", (64,)), "b": ramp("b", (64,))})
+    opened, file = meshload.open(path), path / "model.safetensors"
+    data = (file.read_bytes() + bytes(8))[: file.stat().st_size + size]
+    file.write_bytes(data.replace(ramp("a", (64,)).tobytes(), bytes(256)))
+    os.utime(file, (1, 1))
+    with pytest.raises(SourceError, match="open it again"):
+        np.asarray(opened["a"])
+
+
 def test_names_of_nothing_but_wrappers_stay(tmp_path: Path) -> None:
     assert list(meshload.open(write_checkpoint(tmp_path, {"_orig_mod": ramp("x", (2,)), "w": ramp("w", (2,))}))) == [
         "_orig_mod",
