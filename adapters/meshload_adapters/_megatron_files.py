@@ -18,6 +18,7 @@ from meshload.naming import Model, model_of
 from meshload.source import LocalFolder
 from meshload.writing import lay_out, put
 
+from ._config_numbers import number, section
 from ._distcp_files import Chunk, NewEntry, lay_out_entries
 from ._megatron_find import TRACKER
 from ._megatron_optimizer import SHARDING, NewOptimizer
@@ -85,11 +86,11 @@ def arguments_of(
             f"config: attention_bias is {config.get('attention_bias')!r}, mlp_bias {config.get('mlp_bias')!r}; Megatron's "
             f"add_bias_linear gives biases to both or to neither"
         )
-    positions = _first(config, "max_position_embeddings", "n_positions") or sizes.get("positions")
-    rope = config.get("rope_parameters")
-    theta = (rope.get("rope_theta") if isinstance(rope, Mapping) else None) or _first(config, "rope_theta", "rotary_emb_base")
-    partial = (rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None) or config.get("rotary_pct")
-    eps = _first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    positions = number(config, "max_position_embeddings", "n_positions") or sizes.get("positions")
+    rope = section(config, "rope_parameters")
+    theta = number(rope, "rope_theta") or number(config, "rope_theta", "rotary_emb_base")
+    partial = number(rope, "partial_rotary_factor") or number(config, "rotary_pct")
+    eps = number(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     found: dict[str, Any] = {
         "num_layers": sizes["layer"],
         "encoder_num_layers": sizes["layer"],
@@ -148,15 +149,11 @@ def arguments_of(
     }
     if experts:
         found |= {
-            "moe_router_topk": _first(config, "num_experts_per_tok"),
+            "moe_router_topk": number(config, "num_experts_per_tok"),
             "moe_ffn_hidden_size": sizes.get("moe_ffn", sizes.get("ffn")),
             "moe_layer_freq": _frequency(model),
         }
     return Instance(Global("argparse", "Namespace"), found)
-
-
-def _first(config: Mapping[str, Any], *keys: str) -> Any:
-    return next((config[k] for k in keys if config.get(k) is not None), None)
 
 
 def _whole(number: float) -> int | float:

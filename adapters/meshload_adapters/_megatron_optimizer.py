@@ -24,7 +24,7 @@ from meshload.errors import LayoutError, listing
 
 from ._megatron_shards import taken_apart
 from ._param_groups import told_groups
-from ._steps import told_step
+from ._steps import checked_step, told_step
 from ._torch_writer import new_scalar
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -67,7 +67,7 @@ def optimizer_of(
             raise LayoutError(
                 f"optimizer: Megatron has {kind} of all weights; of {len(like.arrays)}, {listing(lacking, 3)} lack it"
             )
-    count = told_step(like) if step is None else step
+    count = told_step(like) if step is None else checked_step(step)
     if count is None:
         raise LayoutError(
             "optimizer: which step the moments are of is told nowhere, and Adam's next one depends on it; say it with "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,17 @@ import numpy as np
 from meshload.array import Array
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError, listing
+
+MOST = 1 << 53
+"""No optimizer takes as many steps; a float64 counts no further."""
+
+
+def checked_step(step: Any) -> Any:
+    """Return a count of steps that a stranger's file or a caller tells, or None; what is no count raises."""
+    if step is None or (isinstance(step, Real) and 0 <= step < MOST):
+        return step
+    shown = f"an integer of {step.bit_length()} bits" if isinstance(step, int) and step.bit_length() > 99 else repr(step)[:100]
+    raise LayoutError(f"optimizer: the step of its moments is {shown}, a count below 2**53 was expected; say it with step=")
 
 
 def told_step(like: Checkpoint) -> int | None:
@@ -28,8 +40,9 @@ def steps_of(like: Checkpoint, names: Iterable[str]) -> dict[str, float] | None:
     stripped = _mapping(like.meta.get("stripped"))
     told = {stripped.get(name, name): count for name, count in _mapping(like.meta.get("steps")).items()}
     wanted = list(names)
-    if all(name in told for name in wanted):
-        return {name: next(_numbers(told[name])) for name in wanted}
+    counts = {name: count for name in wanted if (count := next(_numbers(told.get(name)), None)) is not None}
+    if len(counts) == len(wanted):
+        return counts
     one = told_step(like)
     return None if one is None else dict.fromkeys(wanted, float(one))
 
@@ -46,7 +59,7 @@ def _numbers(found: Any) -> Iterator[int | float]:
     for one in found.values() if isinstance(found, Mapping) else [found]:
         number = np.asarray(one).item() if isinstance(one, Array) and not one.shape else one
         if type(number) in (int, float):
-            yield number
+            yield checked_step(number)
 
 
 def _mapping(found: Any) -> Mapping[str, Any]:

@@ -19,6 +19,7 @@ from meshload.frameworks import is_floating
 
 from ._pickle import Global
 from ._pickle_writer import Call, Instance
+from ._steps import checked_step
 from ._torch_writer import NewTensor, dtype_of, new_scalar, new_tensor
 from ._zero import consecutive, is_number
 
@@ -70,7 +71,7 @@ def training_of(like: Checkpoint, step: int | None, writer: str) -> Training:
     small = [n for n in names if like.arrays[n].dtype.itemsize == 1]
     if small:
         raise LayoutError(f"{listing(small, 3)}: {like.arrays[small[0]].dtype.name} has no fp32 master; give what is not quantised")
-    told = _told_step(like) if step is None else step
+    told = checked_step(_told_step(like) if step is None else step)
     if kinds and told is None:
         raise LayoutError(
             f"optimizer: which step {listing(kinds)} are of is told nowhere, and Adam's next one depends on it; "
@@ -85,7 +86,7 @@ def _told_step(like: Checkpoint) -> int | float | None:
     told = optimizer.get("step") if isinstance(optimizer, Mapping) else None
     found = {s for s in (told.values() if isinstance(told, Mapping) else [told]) if is_number(s)}
     if len(found) > 1:
-        some = listing((f"{s:g}" for s in sorted(found)), 3)
+        some = listing((f"{checked_step(s):g}" for s in sorted(found)), 3)
         raise LayoutError(f"optimizer: its weights are of different steps, {some}; DeepSpeed has one for all")
     return next(iter(found), None)
 
