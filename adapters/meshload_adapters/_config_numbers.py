@@ -19,10 +19,10 @@ def number(config: Mapping[str, Any], *keys: str) -> int | float | None:
     """
     for key in keys:
         found = config.get(key)
-        if found is not None:
-            if type(found) not in (int, float) or not abs(found) <= sys.float_info.max:
-                raise LayoutError(f"config: {key} is {short(found)}, a finite number was expected")
+        if isinstance(found, int | float) and type(found) is not bool and abs(found) <= sys.float_info.max:
             return found
+        if found is not None:
+            raise LayoutError(f"config: {key} is {short(found)}, a finite number was expected")
     return None
 
 

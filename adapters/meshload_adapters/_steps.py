@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ MOST = 1 << 53
 
 def checked_step(step: Any) -> Any:
     """Return a count of steps that a stranger's file or a caller tells, or None; what is no count raises."""
-    if step is None or (isinstance(step, Real) and 0 <= step < MOST):
+    if step is None or (isinstance(step, (int, float, np.number)) and 0 <= step < MOST):
         return step
     shown = f"an integer of {step.bit_length()} bits" if isinstance(step, int) and step.bit_length() > 99 else repr(step)[:100]
     raise LayoutError(f"optimizer: the step of its moments is {shown}, a count below 2**53 was expected; say it with step=")
