@@ -124,9 +124,10 @@ class Draft:
                 staging = prepare(self.target, resume=self.resume)
                 held.enter_context(locked(staging.path))
                 remember(staging, _fingerprint(self.like, view, self.writer, self.parts))
-                self.writer.create(staging, self.like, self.parts)
-                for file, data in carried:
-                    put(staging, file, data)
+                with self._given_up(group):
+                    self.writer.create(staging, self.like, self.parts)
+                    for file, data in carried:
+                        put(staging, file, data)
 
             together(group, make, only=0)
             yield
@@ -192,15 +193,21 @@ class Draft:
             self.writer.commit(self.staging)
             publish(self.staging, self.target)
 
-        try:
+        with self._given_up(group):
             todo = together(group, joined)
             assert todo is not None
             together(group, lambda: attempt(todo))
+        together(group, end, only=0)
+
+    @contextmanager
+    def _given_up(self, group: Group) -> Iterator[None]:
+        """Remove the folder where going on would fail alike."""
+        try:
+            yield
         except MeshloadError as error:
-            if group.rank == 0 and not isinstance(error, SourceError):  # going on would fail alike
+            if group.rank == 0 and not isinstance(error, SourceError):
                 shutil.rmtree(self.staging.path, ignore_errors=True)
             raise
-        together(group, end, only=0)
 
     def check(self) -> None:
         """Raise where another process has failed."""

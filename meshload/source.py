@@ -263,8 +263,15 @@ class LocalFile:
             now = os.stat(self.path)
         except OSError as error:
             raise SourceError(f"{self.name}: cannot be opened: {error.strerror}") from error
-        if self.changed not in (None, now.st_mtime_ns) and now.st_size >= self.size:
-            raise SourceError(f"{self.name}: it was replaced or changed since the checkpoint was opened; open it again")
+        self.compare(now)
+
+    def compare(self, now: os.stat_result) -> None:
+        """Raise where a file of this path, as it is now, is not the one that was opened."""
+        if self.changed not in (None, now.st_mtime_ns):
+            raise SourceError(
+                f"{self.name}: it was cut, replaced or changed since the checkpoint was opened; it had {self.size} bytes then, "
+                f"and has {now.st_size} now; open it again"
+            )
 
     def read_into(self, start: int, out: Bytes) -> None:
         view, at = memoryview(out.data).cast("B"), start
@@ -321,8 +328,7 @@ def _descriptor(file: LocalFile) -> _Descriptor:
         now = os.fstat(found.number)
     except OSError as error:
         raise SourceError(f"{file.name}: cannot be opened: {error.strerror}") from error
-    if file.changed not in (None, now.st_mtime_ns) and now.st_size >= file.size:
-        raise SourceError(f"{file.name}: it was replaced or changed since the checkpoint was opened; open it again")
+    file.compare(now)
     return found
 
 

@@ -11,6 +11,17 @@ from .array import Array
 from .checkpoint import Checkpoint
 from .errors import LayoutError, listing
 
+MOST = 1 << 53
+"""No optimizer takes as many steps; a float64 counts no further."""
+
+
+def checked_step(step: Any) -> Any:
+    """Return a count of steps that a stranger's file or a caller tells, or None; what is no count raises."""
+    if step is None or (isinstance(step, (int, float, np.number)) and 0 <= step < MOST):
+        return step
+    shown = f"an integer of {step.bit_length()} bits" if isinstance(step, int) and step.bit_length() > 99 else repr(step)[:100]
+    raise LayoutError(f"optimizer: the step of its moments is {shown}, a count below 2**53 was expected; say it with step=")
+
 
 def told_step(like: Checkpoint) -> int | None:
     """Return the step of all moments; None where none is told, and an error where weights are of different ones.
@@ -62,7 +73,7 @@ def _numbers(found: Any) -> Iterator[int | float]:
     for one in found.values() if isinstance(found, Mapping) else [found]:
         number = np.asarray(one).item() if isinstance(one, Array) and not one.shape else one
         if type(number) in (int, float):
-            yield number
+            yield checked_step(number)
 
 
 def _mapping(found: Any) -> Mapping[str, Any]:

@@ -213,7 +213,7 @@ def lay_out(folder: LocalFolder, file: str, head: bytes | Iterable[tuple[int, by
     path = folder.path / file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             for at, data in [(0, head)] if isinstance(head, bytes) else head:
                 view = memoryview(data)
@@ -637,6 +637,8 @@ def prepare(target: Path, *, resume: bool) -> LocalFolder:
         if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
             raise LayoutError(f"{target}: it exists already, and nothing is overwritten; remove it, or choose another name")
         staging = staging_of(target)
+        if staging.is_symlink() or (staging.exists() and not staging.is_dir()):
+            raise LayoutError(f"{staging}: a folder was expected there, to write into until all is written; remove what it is")
         if staging.exists():
             with locked(staging):
                 if not resume:

@@ -790,6 +790,28 @@ def test_a_target_that_exists_is_left_as_it_is(source: Path, make: Callable[[Pat
     assert sorted((str(p), p.lstat().st_mtime_ns) for p in tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("file", ["", "model.safetensors"])
+def test_an_unfinished_folder_that_leads_elsewhere_is_not_written_into(
+    source: Path, file: str, resume: bool, tmp_path: Path
+) -> None:
+    elsewhere, unfinished = tmp_path / "elsewhere", tmp_path / ".out.meshload-unfinished"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("kept")
+    if file:
+        unfinished.mkdir()
+        (unfinished / file).symlink_to(elsewhere / "kept")
+    else:
+        unfinished.symlink_to(elsewhere)
+    if file and not resume:
+        meshload.convert(source, tmp_path / "out", to="hf")
+    else:
+        with pytest.raises(SourceError if file else LayoutError, match=file or "remove"):
+            meshload.convert(source, tmp_path / "out", to="hf", resume=resume)
+        assert not (tmp_path / "out").exists()
+    assert [(path.name, path.read_text()) for path in elsewhere.iterdir()] == [("kept", "kept")]
+
+
 def test_an_empty_folder_is_taken(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     meshload.convert(source, tmp_path / "out", to="hf")
@@ -881,7 +903,7 @@ def test_what_cannot_be_laid_out_is_named(tmp_path: Path) -> None:
             meshload.convert(arrays, tmp_path / "out", to="hf")
     with pytest.raises(LayoutError, match="it holds no arrays"):
         meshload.convert(meshload.Checkpoint({}, "test"), tmp_path / "out", to="orbax")
-    assert not (tmp_path / "out").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]  # nothing unfinished stays where going on would fail alike
 
 
 @pytest.mark.parametrize("to", ["nothing", "torch", None, 7])

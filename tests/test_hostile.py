@@ -211,6 +211,25 @@ def test_experts_are_not_dropped_where_a_config_key_has_a_wrong_type(tmp_path: P
         restore(write_checkpoint(tmp_path, qwen(), QWEN | changes))
 
 
+@pytest.mark.parametrize("to", ["megatron", "megatron_core", "fast_llm"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": "1e4"},
+        {"rope_theta": 10**400},
+        {"rope_parameters": 5},
+        {"rope_parameters": {"rope_theta": [1e4]}},
+        {"rms_norm_eps": "1e-6"},
+        {"rms_norm_eps": True},
+    ],
+    ids=str,
+)
+def test_what_is_no_number_is_not_written_where_a_number_is_read(tmp_path: Path, to: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError, match=r"config: (rope_theta|rope_parameters|rms_norm_eps) is .* was expected"):
+        meshload.convert(llama(tmp_path / "src", **changes), tmp_path / "out", to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
 def test_an_order_that_the_config_does_not_say_is_asked_for_on_the_way_out_too(tmp_path: Path) -> None:
     path = llama(tmp_path)
     with pytest.raises(LayoutError, match="rope_type"):
@@ -302,6 +321,17 @@ def test_a_file_that_was_replaced_since_it_was_opened_is_not_read_by_the_old_hea
         file.replace(path / file.name)
     with pytest.raises(SourceError, match="replaced or changed"):
         restore(opened)
+
+
+@pytest.mark.parametrize("size", [-8, 0, 8])
+def test_a_file_of_another_size_is_not_read_by_the_old_header(tmp_path: Path, size: int) -> None:
+    path = write_checkpoint(tmp_path, {"a": ramp("a", (64,)), "b": ramp("b", (64,))})
+    opened, file = meshload.open(path), path / "model.safetensors"
+    data = (file.read_bytes() + bytes(8))[: file.stat().st_size + size]
+    file.write_bytes(data.replace(ramp("a", (64,)).tobytes(), bytes(256)))
+    os.utime(file, (1, 1))
+    with pytest.raises(SourceError, match="open it again"):
+        np.asarray(opened["a"])
 
 
 def test_names_of_nothing_but_wrappers_stay(tmp_path: Path) -> None:

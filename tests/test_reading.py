@@ -370,11 +370,18 @@ def test_a_read_error_names_file_and_range(folder: Path, monkeypatch: pytest.Mon
         meshload.restore(checkpoint, into="numpy")
 
 
+def cut(file: Path, size: int) -> None:
+    """Cut a file, as between the look at when it was changed and the read."""
+    changed = file.stat().st_mtime_ns
+    os.truncate(file, size)
+    os.utime(file, ns=(changed, changed))
+
+
 def test_a_file_that_is_cut_while_being_read_names_file_and_range(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"w": ramp("w", (1024, 64))})
     file = tmp_path / "model.safetensors"
     checkpoint = meshload.open(tmp_path)
-    os.truncate(file, 5000)
+    cut(file, 5000)
     with pytest.raises(
         meshload.SourceError, match=r"model.safetensors: ends at byte 5000, expected \d+; it was cut while being read"
     ):
@@ -387,7 +394,7 @@ def test_rows_of_a_file_that_is_cut_while_being_read_name_file_and_range(
 ) -> None:
     write_checkpoint(tmp_path, {"w": ramp("w", (1024, 1024))})
     checkpoint = meshload.open(tmp_path)
-    os.truncate(tmp_path / "model.safetensors", 3 << 20)
+    cut(tmp_path / "model.safetensors", 3 << 20)
     if way != "queued":
         monkeypatch.setattr(meshload.kernel, "_queue", lambda: None)
     with pytest.raises(

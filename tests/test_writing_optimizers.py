@@ -19,6 +19,7 @@ from meshload.source import LocalFolder
 from meshload.testing import ramp, same_bits, write_checkpoint
 from meshload_adapters._distcp import read_listing
 from meshload_adapters.formats.dcp import DCP
+from meshload_adapters.formats.deepspeed import DeepSpeed
 from meshload_adapters.formats.megatron_core import MegatronCore
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
@@ -141,6 +142,19 @@ def test_what_the_source_does_not_tell_is_asked_for_or_left_to_the_loader(tmp_pa
     assert dict(found.meta["objects"]) == {f"optim.param_groups.{n}.lr": 0.3 for n in arrays}
     assert same_states(src, found)
     assert steps(found) == dict.fromkeys(arrays, 3.0)
+
+
+@pytest.mark.parametrize("to", ["dcp", "deepspeed", "universal", "fast_llm", "megatron_core"])
+@pytest.mark.parametrize(
+    "step", [float("nan"), float("inf"), -1, 1 << 53, 1 << 20000], ids=["nan", "inf", "negative", "large", "huge"]
+)
+def test_a_step_that_is_no_count_is_refused(tmp_path: Path, to: str, step: float) -> None:
+    source = meshload.open(Path(__file__).parent / "golden/fast_llm/qwen2_tied_pp2_dp2/distributed")
+    group = {"lr": 1e-3, "betas": (0.9, 0.9), "eps": 1e-8, "weight_decay": 0.1}
+    moments = {kind: source.optimizer[kind] for kind in ("exp_avg", "exp_avg_sq")}
+    told = with_views(replace(source, optimizer=moments, meta={"optimizer": {"step": step, "param_groups": [group]}}))
+    with pytest.raises(LayoutError, match="step"):
+        meshload.convert(told, tmp_path / "out", to=DeepSpeed(parameters=list(source)) if to == "deepspeed" else to, optimizer=True)
 
 
 def test_weights_of_different_steps_keep_them(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ._config_numbers import number, section
+
 EPSILONS = {"gpt2": 1e-5, "gpt_neox": 1e-5, "mixtral": 1e-5}
 """Of norms; 1e-6 in other families."""
 
@@ -17,24 +19,18 @@ CHOSEN = {"mixtral": 2, "qwen3_moe": 8}
 
 def epsilon_of(family: str, config: Mapping[str, Any]) -> float:
     """Return the epsilon of a model's norms."""
-    told = first(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+    told = number(config, "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     return float(EPSILONS.get(family, 1e-6) if told is None else told)
 
 
 def theta_of(family: str, config: Mapping[str, Any]) -> float:
     """Return the base of a model's rotary embedding: of `rope_parameters`, or of keys before transformers 5."""
-    rope = config.get("rope_parameters")
-    told = first(rope, "rope_theta") if isinstance(rope, Mapping) else None
-    told = first(config, "rope_theta", "rotary_emb_base") if told is None else told
+    told = number(section(config, "rope_parameters"), "rope_theta")
+    told = number(config, "rope_theta", "rotary_emb_base") if told is None else told
     return float(THETAS.get(family, 1e4) if told is None else told)
 
 
 def chosen_of(family: str, config: Mapping[str, Any]) -> int | None:
     """Return how many experts a token is sent to; None where nothing tells it."""
-    told = first(config, "num_experts_per_tok")
+    told = number(config, "num_experts_per_tok")
     return CHOSEN.get(family) if told is None else int(told)
-
-
-def first(config: Mapping[str, Any], *keys: str) -> Any:
-    """Return the value of the first key that has one."""
-    return next((config[key] for key in keys if config.get(key) is not None), None)

@@ -17,7 +17,7 @@ from meshload.box import Box
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError, listing
 from meshload.formats import Parts
-from meshload.steps import steps_of
+from meshload.steps import checked_step, steps_of
 
 from ._distcp_files import NewEntry, chunks_of
 from ._param_groups import Group, told_groups
@@ -76,7 +76,7 @@ def state_of(
     if not owned:
         return made
     counted = [n for n in owned if any(n in like.optimizer.get(kind, ()) for kind in COUNTED)]
-    steps = dict.fromkeys(counted, float(step)) if step is not None else steps_of(like, counted)
+    steps = dict.fromkeys(counted, float(checked_step(step))) if step is not None else steps_of(like, counted)
     if counted and steps is None:
         raise LayoutError(
             f"optimizer: which step {listing(like.optimizer)} are of is told nowhere, and Adam's next one depends on it; say it "

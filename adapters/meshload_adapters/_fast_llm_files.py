@@ -16,9 +16,10 @@ from meshload.naming import Model as Named
 from meshload.naming import model_of as named
 from meshload.pieces import empty
 from meshload.source import LocalFolder
-from meshload.steps import told_step
+from meshload.steps import checked_step, told_step
 from meshload.writing import lay_out, put
 
+from ._config_numbers import number, section
 from ._defaults import chosen_of, epsilon_of, theta_of
 from ._fast_llm_config import ACTIVATIONS, huggingface
 from ._fast_llm_layout import Layout, Model, Ranks, Section, layout_of, model_of
@@ -45,6 +46,7 @@ def lay_out_named(folder: LocalFolder, like: Checkpoint, step: int | None, max_s
         Array(f"{name}/{state}", of[name].dtype, of[name].shape, of[name].pieces)
         for name in like.arrays
         for state, of in states.items()
+        if name in of  # what is frozen has no moments
     ]
     told = _metadata("fast_llm", base, {}, {}, states, _progress(like, step))
     index: dict[str, str] = {}
@@ -147,7 +149,7 @@ def _progress(like: Checkpoint, step: int | None) -> dict[str, Any]:
     found: dict[str, Any] = {"documents_seen": (own or {}).get("documents_seen", 0)}
     if not any(kind in STATES for kind in like.optimizer):
         return found
-    told = told_step(like) if step is None else step
+    told = told_step(like) if step is None else checked_step(step)
     if told is None:
         raise LayoutError(
             f"optimizer: which step {listing(k for k in like.optimizer if k in STATES)} are of is told nowhere, and Adam's next "
@@ -211,14 +213,14 @@ def _mixer(model: Named) -> dict[str, Any]:
     config, sizes = model.config, model.sizes
     if config.get("use_sliding_window"):
         raise LayoutError("config: use_sliding_window, in some layers only, cannot be said in Fast-LLM's config")
-    window = config.get("sliding_window") if model.family in ("mistral", "mixtral") else None
+    window = number(config, "sliding_window") if model.family in ("mistral", "mixtral") else None
     mixer: dict[str, Any] = {
         "type": "attention",
         "heads": sizes["kv_heads"] * sizes["group"],
         "head_groups": sizes["kv_heads"],
         "head_size": sizes["head_dim"],
         "add_linear_biases": bool(model.family == "llama" and config.get("attention_bias")),
-        "dropout": float(config.get("attention_dropout") or 0.0),
+        "dropout": float(number(config, "attention_dropout") or 0.0),
         "rotary": _rotary(model),
         **({} if window is None else {"window_size": window}),
     }
@@ -230,7 +232,7 @@ def _mixer(model: Named) -> dict[str, Any]:
 def _mlp(model: Named) -> dict[str, Any]:
     config, own = model.config, {word: key for key, word in ACTIVATIONS.items()}
     told = config.get("hidden_act") or "silu"
-    if told not in own:
+    if not isinstance(told, str) or told not in own:
         raise LayoutError(f"config: hidden_act is {told!r}; Fast-LLM has {listing(own)}")
     mlp = {
         "type": "mlp",
@@ -247,15 +249,15 @@ def _mlp(model: Named) -> dict[str, Any]:
 def _rotary(model: Named) -> dict[str, Any]:
     """Return the rotary embedding, from `rope_parameters` or, before transformers 5, `rope_theta` and `rope_scaling`."""
     config = model.config
-    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    told = section(config, "rope_parameters") or section(config, "rope_scaling")
     kind = told.get("rope_type") or told.get("type") or "default"
     found: dict[str, Any] = {"type": kind, "theta": theta_of(model.family, config)}
-    if kind not in KEYS or told.get("partial_rotary_factor", 1.0) != 1.0:
+    if not isinstance(kind, str) or kind not in KEYS or told.get("partial_rotary_factor", 1.0) != 1.0:
         raise LayoutError(f"config: rotary embeddings {dict(told)!r} cannot be said in Fast-LLM's config; it has {listing(KEYS)}")
     lacking = [key for key in KEYS[kind] if told.get(key) is None and key not in OPTIONAL]
     if lacking:
         raise LayoutError(f"config: rotary embeddings of type {kind!r} lack {listing(lacking)}")
-    return found | {own: told[key] for key, own in KEYS[kind].items() if told.get(key) is not None}
+    return found | {own: n for key, own in KEYS[kind].items() if (n := number(told, key)) is not None}
 
 
 _SCALED = {"factor": "scale_factor", "original_max_position_embeddings": "original_context_length"}

@@ -18,7 +18,8 @@ from meshload.naming import Model, model_of
 from meshload.source import LocalFolder
 from meshload.writing import lay_out, put
 
-from ._defaults import chosen_of, epsilon_of, first, theta_of
+from ._config_numbers import number, section
+from ._defaults import chosen_of, epsilon_of, theta_of
 from ._distcp_files import Chunk, NewEntry, lay_out_entries
 from ._megatron_find import TRACKER
 from ._megatron_optimizer import SHARDING, NewOptimizer
@@ -86,9 +87,8 @@ def arguments_of(
             f"config: attention_bias is {config.get('attention_bias')!r}, mlp_bias {config.get('mlp_bias')!r}; Megatron's "
             f"add_bias_linear gives biases to both or to neither"
         )
-    positions = first(config, "max_position_embeddings", "n_positions") or sizes.get("positions")
-    rope = config.get("rope_parameters")
-    partial = (rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None) or config.get("rotary_pct")
+    positions = number(config, "max_position_embeddings", "n_positions") or sizes.get("positions")
+    partial = number(section(config, "rope_parameters"), "partial_rotary_factor") or number(config, "rotary_pct")
     found: dict[str, Any] = {
         "num_layers": sizes["layer"],
         "encoder_num_layers": sizes["layer"],

@@ -22,7 +22,7 @@ import numpy as np
 from meshload.array import Array
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError, listing
-from meshload.steps import told_step
+from meshload.steps import checked_step, told_step
 
 from ._megatron_shards import taken_apart
 from ._param_groups import told_groups
@@ -69,7 +69,7 @@ def optimizer_of(
             raise LayoutError(
                 f"optimizer: Megatron has {kind} of all weights; of {len(like.arrays)}, {listing(lacking, 3)} lack it"
             )
-    count = told_step(like) if step is None else step
+    count = told_step(like) if step is None else checked_step(step)
     if count is None:
         raise LayoutError(
             "optimizer: which step the moments are of is told nowhere, and Adam's next one depends on it; say it with "

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshload.errors import LayoutError
+
 from ._pickle import Global
 
 
@@ -120,7 +122,10 @@ class _Machine:
             self.save(value.id)
             self.out += b"Q"
         else:
-            raise TypeError(f"{kind.__name__}: no value that this writer knows")
+            raise LayoutError(
+                f"{kind.__name__}: no value that is written to a pickle; where a hyperparameter is one, give it plainly, by "
+                f"hyperparameters="
+            )
 
     def _save_items(self, values: Sequence[Any]) -> None:
         if len(values) == 1:
@@ -159,7 +164,7 @@ class _Machine:
             self.out += b"J" + struct.pack("<i", value)
         else:
             raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self.out += b"\x8a" + bytes([len(raw)]) + raw
+            self.out += (b"\x8a" + bytes([len(raw)]) if len(raw) < 256 else b"\x8b" + struct.pack("<i", len(raw))) + raw
 
     def _save_text(self, value: str) -> None:
         place = self._values.get(value)

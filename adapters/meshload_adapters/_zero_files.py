@@ -16,7 +16,7 @@ from meshload.box import Shape
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError, listing
 from meshload.frameworks import is_floating
-from meshload.steps import told_step
+from meshload.steps import checked_step, told_step
 
 from ._pickle import Global
 from ._pickle_writer import Call, Instance
@@ -71,7 +71,7 @@ def training_of(like: Checkpoint, step: int | None, writer: str) -> Training:
     small = [n for n in names if like.arrays[n].dtype.itemsize == 1]
     if small:
         raise LayoutError(f"{listing(small, 3)}: {like.arrays[small[0]].dtype.name} has no fp32 master; give what is not quantised")
-    told = told_step(like) if step is None else step
+    told = told_step(like) if step is None else checked_step(step)
     if kinds and told is None:
         raise LayoutError(
             f"optimizer: which step {listing(kinds)} are of is told nowhere, and Adam's next one depends on it; "
