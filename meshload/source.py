@@ -332,6 +332,11 @@ def _descriptor(file: LocalFile) -> _Descriptor:
     return found
 
 
+def close_files() -> None:
+    """Let go of descriptors; those that others use stay open as long."""
+    _descriptor.cache_clear()
+
+
 class _Descriptor:
     """An open file, closed when nothing refers to it any more."""
 

@@ -551,6 +551,16 @@ def test_a_file_stays_open_while_its_rows_are_read(rows: tuple[LocalFile, bytes]
     assert out.tobytes() == b"".join(content[a : a + 100] for a in range(0, count * 5000, 5000))
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's list of open files")
+def test_files_are_closed_after_they_are_read(tmp_path: Path) -> None:
+    names = [f"w{i}" for i in range(6)]
+    folder = write_checkpoint(tmp_path, {n: ramp(n, (8, 8)) for n in names}, shards=6)
+    found = meshload.restore(folder, into="numpy", layout="replicated")
+    assert same_bits(found["w5"], ramp("w5", (8, 8)))
+    links = (os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd"))
+    assert not [link for link in links if link.startswith(str(tmp_path))]
+
+
 @pytest.mark.parametrize("begun", [-1, 0, 7])
 def test_rows_that_the_queue_did_not_take_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: int) -> None:
     write_checkpoint(tmp_path, {"w": ramp("w", (600, 4096))})
