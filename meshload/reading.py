@@ -155,7 +155,10 @@ class _Work:
         runs = batch.runs
         if len(runs) == 1:
             _, start, length, target, to = runs[0].tolist()
-            step = STEP if isinstance(source, LocalFile) else length
+            step = length
+            if isinstance(source, LocalFile):
+                source.expect(start, length)
+                step = STEP
             for at in range(0, length, step):
                 memory = self.buffers[target][to + at : to + min(at + step, length)]
                 self._touch(memory)

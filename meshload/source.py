@@ -273,6 +273,17 @@ class LocalFile:
                 f"and has {now.st_size} now; open it again"
             )
 
+    def expect(self, start: int, length: int) -> None:
+        """Have the disk read a range, where its end is not in memory: a read of the whole would ask for it bit by bit."""
+        if hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise"):
+            descriptor = _descriptor(self)
+            try:
+                os.preadv(descriptor.number, [bytearray(1)], start + length - 1, os.RWF_NOWAIT)
+            except BlockingIOError:
+                os.posix_fadvise(descriptor.number, start, length, os.POSIX_FADV_WILLNEED)
+            except OSError:  # a file system that cannot tell; or an error, which reading meets again
+                pass
+
     def read_into(self, start: int, out: Bytes) -> None:
         view, at = memoryview(out.data).cast("B"), start
         descriptor = _descriptor(self)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from .array import Array
 from .box import Box
-from .errors import LayoutError, LimitError, SourceError, listing
+from .errors import FormatError, LayoutError, LimitError, SourceError, listing
 from .pieces import Ints, Pieces
 from .planning import Job, Joined, Plan, Target, Targets
 from .planning import plan as join
@@ -140,6 +140,8 @@ class ChunkSink:
             raise SourceError(f"{self.name}: cannot be opened for writing: {error}") from error
 
     def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
+        if values.dtype == np.bool_ and (values.view(np.uint8) > 1).any():
+            raise FormatError(f"{self.name}: chunk {start // self.source.unit} holds bytes that are neither false (0) nor true (1)")
         writing = self.store[self._box(start)].write(values, can_reference_source_data_indefinitely=True)
 
         def end() -> None:

@@ -1027,3 +1027,10 @@ def test_optimizer_states_go_where_there_is_a_place_for_them(tmp_path: Path) -> 
     with pytest.raises(meshload.LayoutError, match="holds exp_avg, exp_avg_sq"):
         meshload.convert(source, tmp_path / "hf", to="orbax", optimizer=["master"])
     assert not list(tmp_path.glob(".hf*"))
+
+
+def test_bytes_that_are_no_booleans_are_not_published(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "from", {"mask": np.asarray([0, 1, 2, 1], np.uint8).view(np.bool_)})
+    with pytest.raises(meshload.FormatError, match="mask.*neither false"):
+        meshload.convert(tmp_path / "from", tmp_path / "to", to="orbax")
+    assert not (tmp_path / "to").exists()

@@ -342,7 +342,9 @@ def shortened(monkeypatch: pytest.MonkeyPatch, *, fails: int = 0) -> list[int]:
     """Make each read give a third of what is asked at most, or fail with an error number; return the offsets that are asked."""
     plain, asked = os.preadv, []
 
-    def short(descriptor: int, views: list[memoryview], at: int) -> int:
+    def short(descriptor: int, views: list[memoryview], at: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, "is it in memory?")
         asked.append(at)
         if fails:
             raise OSError(fails, os.strerror(fails))
@@ -559,6 +561,27 @@ def test_files_are_closed_after_they_are_read(tmp_path: Path) -> None:
     assert same_bits(found["w5"], ramp("w5", (8, 8)))
     links = (os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd"))
     assert not [link for link in links if link.startswith(str(tmp_path))]
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT") or not hasattr(os, "posix_fadvise"), reason="needs Linux's calls")
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_the_disk_is_asked_for_whole_requests_that_are_not_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cached: bool
+) -> None:
+    values = ramp("w", (3 * REQUEST // 4 + 1000,))
+    write_checkpoint(tmp_path, {"w": values})
+    array = meshload.open(tmp_path)["w"]
+    plain, asked = os.preadv, []
+
+    def cold(descriptor: int, views: list[Any], at: int, flags: int = 0) -> int:
+        if flags and not is_cached:
+            raise BlockingIOError(errno.EAGAIN, "not in memory")
+        return plain(descriptor, views, at)
+
+    monkeypatch.setattr(os, "preadv", cold)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, length, advice: asked.append(length))
+    assert same_bits(np.asarray(array), values)
+    assert sorted(asked) == ([] if is_cached else [4000, REQUEST, REQUEST, REQUEST])
 
 
 @pytest.mark.parametrize("begun", [-1, 0, 7])
