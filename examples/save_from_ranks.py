@@ -1,6 +1,6 @@
 """Save what every rank of a tensor-parallel run holds as one Hugging Face checkpoint: no gather, no merge afterwards.
 
-    torchrun --nproc-per-node 4 examples/save_from_ranks.py OUT
+    torchrun --nproc-per-node 4 examples/save_from_ranks.py [OUT]
 
 Each process holds a quarter of the weights, and writes it at its final place in the final file.
 """
@@ -18,7 +18,7 @@ LAYOUT = {"*.up.weight": ("tp",), "*.down.weight": (None, "tp"), "*": ()}
 
 def main() -> None:
     dist.init_process_group("gloo")
-    out = pathlib.Path(sys.argv[1])
+    out = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else "saved")
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = model()
     mine = {

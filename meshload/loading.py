@@ -197,10 +197,9 @@ def kinds_of(optimizer: bool | str | Sequence[str], *views: Checkpoint) -> list[
     kinds = [optimizer] if isinstance(optimizer, str) else held if optimizer is True else list(optimizer or ())
     if optimizer and (not kinds or any(kind not in held for kind in kinds)):
         why = listing(dict.fromkeys(w for view in views for n, w in view.unavailable.items() if n.startswith("optimizer.")))
-        raise LayoutError(
-            f"optimizer={optimizer!r}: {' and '.join(view.format for view in views)} holds "
-            f"{listing(held) or 'no optimizer state'}{': ' if why else ''}{why}"
-        )
+        asked = "its state" if optimizer is True else listing(kinds)
+        there = f"{' and '.join(view.format for view in views)} there is {listing(held) or 'no optimizer state'}"
+        raise LayoutError(f"optimizer: {asked} was asked for, and in {there}{': ' if why else ''}{why}")
     return kinds
 
 
@@ -598,6 +597,7 @@ def _request(
     if optimizer:
         collect.moments(checkpoint)
     collect.check_globs()
+    collect.check_shares()
     for axis in collect.idle_axes():
         same = f"its {sized.size_of(axis)} ranks hold the same"
         wanted.notes.append(f"mesh axis {axis!r} cuts nothing in the default layout: {same}; pass layout= to use it")

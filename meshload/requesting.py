@@ -7,6 +7,7 @@ layout, by axes per dim, or as a `like` says, and notes targets, jobs and placem
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -170,14 +171,32 @@ class Collector:
         return [(a, n) for a, n in pairs if not any(one is other for one, other in zip(stored[a], stored[n], strict=True))]
 
     def check_globs(self) -> None:
-        """Raise where `include` leaves nothing of what there is."""
+        """Raise where `include` leaves nothing of what there is; note patterns of a layout that match nothing."""
         if self.include and not len(self.wanted.targets) and not self.wanted.missing and not self._elsewhere():
             raise LayoutError(f"include={self.include!r} matches no name; there are {listing(self.view.checkpoint, 5)}")
+        if isinstance(self.layout, Mapping):
+            names = {*self._names(), *self.view.checkpoint, *(self.wishes or {})}
+            idle = [repr(glob) for glob in self.layout if not any(fnmatch.fnmatchcase(name, glob) for name in names)]
+            if idle:
+                self.wanted.notes.append(f"layout=: {listing(idle, 3)} matches no name; there are {listing(sorted(names), 3)}")
+
+    def check_shares(self) -> None:
+        """Note what a rank holds nothing of, since the mesh has more ranks than an array has parts."""
+        if self.layout is None and self.wishes is None and not self.framework.spans_always and self.foreign is None:
+            none = [target.name for target in self.wanted.targets if not target.size and math.prod(target.whole)]
+            if none:
+                self.wanted.notes.append(
+                    f"mesh {self.mesh}: some ranks hold nothing of {listing(dict.fromkeys(none), 3)}, which have fewer parts than "
+                    f"there are ranks to cut them"
+                )
 
     def _elsewhere(self) -> bool:
         """Say whether another rank holds what `include` matches."""
-        names = [name for name, *_ in self.view.target.arrays()] if self.view.target else list(self.view.checkpoint)
-        return any(True for _ in chosen(names, self.include, self.exclude))
+        return any(True for _ in chosen(self._names(), self.include, self.exclude))
+
+    def _names(self) -> list[str]:
+        """Return the names of the whole model."""
+        return [name for name, *_ in self.view.target.arrays()] if self.view.target else list(self.view.checkpoint)
 
     def idle_axes(self) -> list[str]:
         """Return the mesh axes, dp aside, that cut nothing under the default layout: a likely slip of the pen."""

@@ -264,3 +264,12 @@ TIMED = "import time; start = time.process_time(); import {module}; print(time.p
 def test_importing_costs_little_more_than_tensorstore(run_python: Callable[..., str]) -> None:
     ours, theirs = (min(float(run_python(TIMED.format(module=m))) for _ in range(7)) for m in ("meshload", "tensorstore"))
     assert ours < theirs + 0.2
+
+
+def test_formats_are_there_by_name() -> None:
+    import meshload_adapters.formats as formats
+    from meshload.formats import installed
+
+    assert {type(of) for of in installed().values()} == {getattr(formats, name) for name in formats.MODULES}
+    with pytest.raises(ImportError):
+        from meshload_adapters.formats import Nothing  # noqa: F401

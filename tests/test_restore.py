@@ -635,6 +635,17 @@ def test_stages_of_ones_own(folder: Path) -> None:
 # --- families that have no table --------------------------------------------------------------------------------------
 
 
+def test_a_pattern_that_matches_nothing_is_told(folder: Path) -> None:
+    with pytest.warns(meshload.MeshloadWarning, match=r"layout=: '\*\.oproj\.weight' matches no name"):
+        meshload.restore(folder, mesh="tp=2", rank=0, into="numpy", layout={"*.oproj.weight": (None, "tp"), "*": ()})
+
+
+def test_a_rank_that_holds_nothing_of_a_weight_is_told(folder: Path) -> None:
+    with pytest.warns(meshload.MeshloadWarning, match=r"some ranks hold nothing of .*q_proj.*fewer parts"):
+        found = meshload.restore(folder, mesh="tp=8", rank=7, into="numpy")
+    assert found["model.layers.0.self_attn.q_proj.weight"].shape[0] == 0
+
+
 def test_an_unknown_family_tells_how_to_give_a_layout(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, toy(), {**TOY, "model_type": "llamba"})
     with pytest.raises(
