@@ -708,8 +708,8 @@ print(peak - before, sum(a.nbytes for a in found.values()), sum(len(p.cuts) + le
 SLACK = 12 * MiB
 """The interpreter, threads' stacks and malloc's own keeping; measured below 5 MiB."""
 
-METADATA = 16 * MiB
-"""Of the parts that are being read; the columns of all 65,536 runs would be twice as many."""
+METADATA = 8 * MiB
+"""Of the parts that are being read; the columns of all 65,536 runs would be four times as many."""
 
 
 @pytest.mark.parametrize(("axis", "ceiling"), [(0, 0), (1, 0), (1, 16 * MiB), (1, 2 * MiB), (0, 2 * MiB)])
