@@ -125,6 +125,10 @@ class Plan:
     exchange: Choice = Choice(False, "not asked")
     """Whether processes that restore their ranks at once share these reads; counts are those of ranks that do not."""
 
+    def __repr__(self) -> str:
+        missing = f", {len(self.missing)} missing" if self.missing else ""
+        return f"Plan({len(self.targets)} targets, {self.wanted_bytes} bytes wanted in {len(self.copies)} copies{missing})"
+
     def each(self) -> dict[int, Plan]:
         """Return the plan of each rank."""
         if not self.apart:

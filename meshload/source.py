@@ -166,7 +166,9 @@ def open_folder(path: Any) -> Folder:
             return LocalFolder(local.parent, local.name)
     except (OSError, RuntimeError) as error:  # a name too long; `~` of nobody
         raise SourceError(f"{text[:200]}: cannot be opened: {getattr(error, 'strerror', None) or error}") from error
-    raise FormatError(f"{text}: there is no such file or folder")
+    hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text)
+    more = "; an id of the Hugging Face Hub is fetched first: huggingface_hub.snapshot_download tells the folder" if hub else ""
+    raise FormatError(f"{text}: there is no such file or folder{more}")
 
 
 def around(folder: Folder) -> Folder:

@@ -564,8 +564,8 @@ def test_names_may_be_native(folder: Path) -> None:
 
 
 def test_a_naming_without_a_table_is_refused(folder: Path) -> None:
-    with pytest.raises(meshload.LayoutError, match="no fast_llm2 table for model_type 'llama'"):
-        restored(folder, names="fast_llm2")
+    with pytest.raises(meshload.LayoutError, match="no flexgen table for model_type 'llama'"):
+        restored(folder, names="flexgen")
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -638,6 +638,29 @@ def test_stages_of_ones_own(folder: Path) -> None:
 def test_a_pattern_that_matches_nothing_is_told(folder: Path) -> None:
     with pytest.warns(meshload.MeshloadWarning, match=r"layout=: '\*\.oproj\.weight' matches no name"):
         meshload.restore(folder, mesh="tp=2", rank=0, into="numpy", layout={"*.oproj.weight": (None, "tp"), "*": ()})
+
+
+@pytest.mark.parametrize("word", ["include", "exclude"])
+def test_a_choice_that_matches_nothing_is_told(folder: Path, word: str) -> None:
+    globs: Any = {word: ["*.norm.weight", "*.nrom.weight"]}
+    with pytest.warns(meshload.MeshloadWarning, match=rf"{word}=: '\*\.nrom\.weight' matches no name; there are "):
+        found = meshload.restore(folder, mesh="tp=2", rank=0, **globs)
+    assert ("model.norm.weight" in found) == (word == "include")
+
+
+def test_messages_say_what_there_is(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(meshload.LayoutError, match=r"sizes, as in 'pp=2,tp=4'"):
+        meshload.restore(folder, mesh="tp:2", rank=0)
+    with pytest.raises(meshload.LayoutError, match=r"there is no naming 'hff'; there are native, stored, .*transformers"):
+        meshload.restore(folder, mesh="tp=2", rank=0, names="hff")
+    with pytest.raises(meshload.LayoutError, match="make `like` of the checkpoint's sizes"):
+        meshload.restore(folder, like={"model.norm.weight": np.zeros(3, np.float32)})
+    with pytest.raises(meshload.FormatError, match=r"id of the Hugging Face Hub is fetched first"):
+        meshload.open("some-one/A-model-7b")
+    other = write_checkpoint(tmp_path / "a", {"w": np.zeros(2, np.float32)})
+    with pytest.raises(meshload.MissingArray, match=r"it holds w, which config= \(the model's config.json\) may show"):
+        meshload.restore(other, like={"v": np.zeros(2, np.float32)})
+    assert repr(meshload.plan(folder, mesh="tp=2", rank=0)).startswith("Plan(")
 
 
 def test_a_rank_that_holds_nothing_of_a_weight_is_told(folder: Path) -> None:
