@@ -22,7 +22,7 @@ from .errors import LayoutError, MeshloadError, MeshloadWarning, SourceError, li
 from .exchange import running, together
 from .formats import Format, Parts, Renaming, Writer, installed
 from .frameworks import Group, framework_of, is_floating
-from .loading import as_dtype, byte_count, in_full, kinds_of, moments_of, open, plan, shown_progress
+from .loading import as_dtype, as_meant, byte_count, check_meaning, in_full, kinds_of, moments_of, open, plan, shown_progress
 from .mesh import Mesh
 from .ranks import launched, resolved
 from .reading import Progress
@@ -63,7 +63,7 @@ def convert(
         mesh: The mesh that will read it: what depends on it (Orbax's chunks) is cut so that each rank's slices are whole.
         layout: As for `restore`; how that mesh cuts the arrays.
         names: A naming; by default the target's own where the family is known, else the names stay.
-        dtype: Cast floating weights to this.
+        dtype: Cast floating weights to this; quantised weights are dequantised, or refused where that is not known.
         optimizer: Also convert the optimizer's arrays: all kinds, or those that are named (`"exp_avg"`, `"master"` ...).
         format, config: As for `open`, of the source.
         max_bytes: Ceiling of memory that is no metadata, beyond the largest unit that the target encodes at once; 512 MiB.
@@ -76,7 +76,8 @@ def convert(
     """
     writer = writer_of(to)
     limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
-    checkpoint = src if isinstance(src, Checkpoint) else open(src, format=format, config=config)
+    cast = as_dtype(dtype, framework_of("numpy"))
+    checkpoint = as_meant(src if isinstance(src, Checkpoint) else open(src, format=format, config=config), cast)
     if checkpoint.unavailable:
         raise LayoutError(
             f"{src}: {listing(f'{n}: {why}' for n, why in checkpoint.unavailable.items())}; nothing is left out silently"
@@ -85,8 +86,8 @@ def convert(
     if not view.arrays:
         raise LayoutError(f"{src}: it holds no arrays, so there is nothing to convert")
     _tell(src, checkpoint, view)
-    like = replace(_cast(view, dtype), optimizer=moments_of(view, kinds_of(optimizer, view)))
-    carried = _carried(None if isinstance(src, Checkpoint) else open_folder(src), like, dtype)
+    like = replace(_cast(view, cast), optimizer=moments_of(view, kinds_of(optimizer, view)))
+    carried = _carried(None if isinstance(src, Checkpoint) else open_folder(src), like, cast)
     draft = Draft(writer, local(dst), like, _parts(view, mesh, layout), resume)
     group = processes()
     with shown_progress(progress if group.rank == 0 else None) as report, draft.laid_out(group, view, carried):
@@ -282,19 +283,13 @@ def _tell(src: Any, checkpoint: Checkpoint, view: Checkpoint) -> None:
         warnings.warn(text, MeshloadWarning, stacklevel=3)
 
 
-def _cast(view: Checkpoint, dtype: Any) -> Checkpoint:
+def _cast(view: Checkpoint, dtype: np.dtype[Any] | None) -> Checkpoint:
     """Return what is to be laid out: the same arrays, stored nowhere yet, in the dtype that was asked for."""
-    wanted = as_dtype(dtype, framework_of("numpy"))
-    if wanted is not None and (view.config or {}).get("quantization_config"):
-        raise LayoutError("dtype=: the weights are quantised, and are only converted as they are stored; leave out dtype=")
+    if dtype is not None:
+        check_meaning({name: array.dtype for name, array in view.arrays.items()}, dtype)
 
     def made(array: Array) -> Array:
-        if wanted not in (None, array.dtype) and is_floating(array.dtype) and array.dtype.itemsize == 1:
-            raise LayoutError(
-                f"dtype=: {array.name} is {array.stored or array.dtype.name}, which means nothing without scales, and no config "
-                f"says what they are; leave out dtype= to convert the bits as stored"
-            )
-        return array if wanted is None or not is_floating(array.dtype) else replace(array, dtype=wanted, stored=None)
+        return array if dtype is None or not is_floating(array.dtype) else replace(array, dtype=dtype, stored=None)
 
     return replace(view, arrays={name: replace(made(a), name=name) for name, a in view.arrays.items()})
 
@@ -323,7 +318,7 @@ def _fingerprint(like: Checkpoint, view: Checkpoint, writer: Writer, parts: Part
     }
 
 
-def _carried(folder: Folder | None, like: Checkpoint, dtype: Any) -> list[tuple[str, bytes]]:
+def _carried(folder: Folder | None, like: Checkpoint, dtype: np.dtype[Any] | None) -> list[tuple[str, bytes]]:
     """Return the files that go with the model; its config says the dtype that it now has."""
     found = {}
     if folder is not None and folder.entry is None:
@@ -332,7 +327,7 @@ def _carried(folder: Folder | None, like: Checkpoint, dtype: Any) -> list[tuple[
     if config and (dtype is not None or "config.json" not in found):
         for key in ("torch_dtype", "dtype"):
             if key in config and dtype is not None:
-                config[key] = np.dtype(as_dtype(dtype, framework_of("numpy"))).name
+                config[key] = dtype.name
         found["config.json"] = config_file(config)
     return list(found.items())
 

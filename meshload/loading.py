@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .array import Array
 from .box import Box
 from .checkpoint import Checkpoint
+from .dequantising import SCALES, dequantised
 from .digests import Digest, of_slice, total
 from .errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, MissingArray, MissingPieces, listing
 from .exchange import Alone, exchange_of, read_shared, running, shared, together
@@ -38,7 +39,6 @@ from .naming import (
 )
 from .planning import MAX_BYTES, Choice, Plan, Target, check_limit
 from .planning import plan as join
-from .quantised import SCALES, blocks_of, dequantised, scale_of
 from .ranks import resolved
 from .reading import Progress, buffers_for, read, values_of
 from .requesting import Collector, LayoutLike, all_names, missing_text, model_in, no_names, view_of
@@ -429,9 +429,6 @@ class _Request:
     ranks: tuple[int, ...]
     notes: Sequence[str]
     """What is right, but unexpected."""
-    scales: Mapping[int, int]
-    """Target of a quantised weight -> the target of its scales, where the weight is to be dequantised."""
-    blocks: Sequence[int] | None
     tied: Mapping[str, str]
     """Arrays that the config ties -> the name that both are stored under, where they are stored once."""
 
@@ -487,7 +484,7 @@ class _Request:
     def stream(self, device: Any) -> Stream | None:
         """Make the tensors of devices that are filled while others are read; None where there are none.
 
-        What is chunked is decoded whole, weights that are dequantised need their scales, and ties are compared in main memory.
+        What is chunked is decoded whole, and ties are compared in main memory.
         """
         staging = self.framework.staging() if isinstance(self.framework, Streaming) else None
         if staging is None:
@@ -496,7 +493,7 @@ class _Request:
 
         targets, sources, copies = self.plan.targets, self.plan.sources, self.plan.copies
         chunked = np.asarray([s.unit != 1 for s in sources], bool)
-        held = {*self.plan.spare, *self.scales, *self.scales.values(), *np.unique(copies.target[chunked[copies.source]]).tolist()}
+        held = {*self.plan.spare, *np.unique(copies.target[chunked[copies.source]]).tolist()}
         compared = {name for pair in self.ties for name in pair}
         landings = {}
         for i, target in enumerate(targets):
@@ -513,18 +510,17 @@ class _Request:
         """Turn filled buffers into tensors, letting go of each buffer on the way; what has landed is there."""
         by_name: dict[str, list[int]] = {}
         for i, target in enumerate(self.plan.targets):
-            if i not in self.scales.values() and i not in self.plan.spare:
+            if i not in self.plan.spare:
                 by_name.setdefault(target.name, []).append(i)
         aliases: dict[int, list[str]] = {}
         for alias, i in self.plan.aliases:
             aliases.setdefault(i, []).append(alias)
         tensors: dict[str, Any] = {}
-        factors = {i: values_of(buffers.pop(i), self.plan.targets[i]) for i in set(self.scales.values())}
         for name, numbers in by_name.items():
             targets = [self.plan.targets[i] for i in numbers]
             slices = []
             for i, target in zip(numbers, targets, strict=True):
-                values = landings[i].tensor if i in landings else self._values(i, buffers, factors)
+                values = landings[i].tensor if i in landings else self._values(i, buffers)
                 slices += [Slice(r, target.box, values, target.stored) for r in target.ranks]
             tensor = self.framework.tensor(slices, self._placement(targets[0], device))
             tensors[name] = tensor
@@ -540,16 +536,10 @@ class _Request:
         """Return what a target is cast to, if to anything."""
         return self.dtypes.get(target.name) or (self.dtype if is_floating(target.dtype) else None)
 
-    def _values(self, i: int, buffers: dict[int, Any], factors: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
+    def _values(self, i: int, buffers: dict[int, Any]) -> NDArray[Any]:
         target: Target = self.plan.targets[i]
         wanted = self._wanted(target)
-        others = [buffers.pop(n) for n in self.plan.others.get(i, ())]
-        values = values_of(buffers.pop(i), target, others, None if i in self.scales else wanted)
-        if i in self.scales and self.dtype is not None:
-            other = self.plan.targets[self.scales[i]]
-            start = target.box.start if target.box and other.box else (0,) * values.ndim
-            scales_start = other.box.start if target.box and other.box else (0,) * values.ndim
-            return dequantised(values, factors[self.scales[i]], self.blocks, start, scales_start, self.dtype)
+        values = values_of(buffers.pop(i), target, [buffers.pop(n) for n in self.plan.others.get(i, ())], wanted)
         return values if wanted is None or wanted == values.dtype else values.astype(wanted)
 
 
@@ -581,8 +571,9 @@ def _request(
     max_bytes, merge_gap = byte_count("max_bytes", max_bytes), byte_count("merge_gap", merge_gap)
     if optimizer and like is not None:
         raise LayoutError("optimizer=True goes with a dict of tensors; a like= names all that it wants itself")
-    checkpoint = path if isinstance(path, Checkpoint) else open(path, format=format, config=config)
     framework = framework_of(into, mesh, like)
+    cast = as_dtype(dtype, framework)
+    checkpoint = as_meant(path if isinstance(path, Checkpoint) else open(path, format=format, config=config), cast, narrow=True)
     sized, foreign, ranks = resolved(mesh, rank, framework)
     if framework.spans_always and foreign is None and like is None:
         raise LayoutError(f"into={framework.name!r}: its tensors span a mesh of its own, and mesh={mesh!r} is none")
@@ -623,14 +614,12 @@ def _request(
         merge_gap,
         apart=rank == "all",
     )
-    cast = as_dtype(dtype, framework)
     made = replace(made, notes=(*made.notes, *_cast_cost(made, cast)))
     dtypes = {n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {}
-    scales = {} if cast is None else _scales(made, checkpoint.config, cast)
-    quantisation = (checkpoint.config or {}).get("quantization_config")
-    blocks = blocks_of(quantisation) if scales and isinstance(quantisation, Mapping) else None
+    if cast is not None:
+        check_meaning({t.name: t.dtype for t in made.targets}, cast)
     doubles, tied = collect.doubles(), {} if view.target is None else view.target.ties
-    return _Request(made, framework, placements, like, cast, dtypes, doubles, ranks, wanted.notes, scales, blocks, tied)
+    return _Request(made, framework, placements, like, cast, dtypes, doubles, ranks, wanted.notes, tied)
 
 
 def _globs(word: str, globs: Any) -> list[str] | None:
@@ -662,28 +651,26 @@ def _cast_cost(made: Plan, cast: np.dtype[Any] | None) -> Iterator[str]:
         yield f"dtype={cast.name}: {len(changed)} arrays are cast, and take {after} bytes in place of {before}"
 
 
-def _scales(made: Plan, config: Mapping[str, Any] | None, cast: np.dtype[Any]) -> dict[int, int]:
-    """Find the scales of the quantised weights that a cast is to dequantise, or say why it cannot."""
-    quantisation = (config or {}).get("quantization_config")
-    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
-    if method not in (None, "fp8", "fbgemm_fp8", "compressed-tensors"):
-        raise LayoutError(f"dtype=: weights quantised by {method} cannot be dequantised; leave out dtype= to get them as stored")
-    at = {(t.name, t.ranks): i for i, t in enumerate(made.targets)}
-    names = {t.name for t in made.targets}
-    found: dict[int, int] = {}
-    for i, target in enumerate(made.targets):
-        if target.dtype.itemsize > 1 or not is_floating(target.dtype) or target.dtype == cast:
-            continue
-        scale = scale_of(target.name, names)
-        if scale is None or (scale, target.ranks) not in at:
-            if target.name.endswith(SCALES):
-                continue
+def as_meant(checkpoint: Checkpoint, dtype: np.dtype[Any] | None, *, narrow: bool = False) -> Checkpoint:
+    """Return a checkpoint whose quantised weights are what they mean, where there is a dtype for them."""
+    if dtype is None:
+        return checkpoint
+    native = checkpoint.with_names("native") if "native" in checkpoint.views else checkpoint
+    arrays, config = dequantised(native.arrays, native.config, dtype, narrow=narrow)
+    if arrays is native.arrays:
+        return checkpoint
+    found = with_views(replace(native, arrays=arrays, config=config))
+    return found if checkpoint.names in ("native", "stored") else found.with_names(checkpoint.names)
+
+
+def check_meaning(dtypes: Mapping[str, np.dtype[Any]], cast: np.dtype[Any]) -> None:
+    """Raise where 8-bit floats are to be cast whose scales are not known."""
+    for name, dtype in dtypes.items():
+        if dtype.itemsize == 1 and is_floating(dtype) and dtype != cast and not name.endswith(SCALES):
             raise LayoutError(
-                f"dtype=: {target.name} is {target.stored or target.dtype.name}, which means nothing without scales, and no scales "
-                f"are among what is wanted; leave out dtype= to get the bits as stored"
+                f"dtype=: {name} is {dtype.name}, which means nothing without scales, and there are none; leave out dtype= to get "
+                f"the bits as stored"
             )
-        found[i] = at[scale, target.ranks]
-    return found
 
 
 def as_dtype(dtype: Any, framework: Framework) -> np.dtype[Any] | None:

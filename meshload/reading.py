@@ -122,6 +122,16 @@ def read_array(array: Array, *, max_bytes: int = MAX_BYTES) -> NDArray[Any]:
     return values_of(buffers[0], made.targets[0], [buffers[n] for n in made.others.get(0, ())])
 
 
+def read_here(array: Array) -> NDArray[Any]:
+    """Read one array whole, in the thread that asks."""
+    made = plan_array(array)
+    buffers = buffers_for(made)
+    work = _Work(made, buffers)
+    for batch in made.schedule.batches():
+        work.do(batch)
+    return values_of(buffers[0], made.targets[0], [buffers[n] for n in made.others.get(0, ())])
+
+
 def tensorstore_view(array: Array, *, max_bytes: int | None = None) -> Any:
     """Return a read-only TensorStore whose reads are meshload's reads of exactly what is asked."""
     import tensorstore

@@ -585,9 +585,49 @@ class KeyValueFile:
 # --- chunked arrays ---------------------------------------------------------------------------------------------------
 
 
+class Chunks:
+    """An array as its decoded chunks one after another; who inherits has `shape`, `dtype`, and `chunk`, the shape of a chunk."""
+
+    shape: Any
+    dtype: Any
+    chunk: Any
+
+    @property
+    def grid(self) -> Shape:
+        """How many chunks there are, per dim."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
+
+    @cached_property
+    def unit(self) -> int:
+        """The size of a decoded chunk, and at least 2: a unit of 1 would say that bytes can be read (a chunk of one bool)."""
+        found: int = max(2, math.prod(self.chunk) * self.dtype.itemsize)
+        return found
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.grid) * self.unit
+
+    def slices(self, k: int) -> tuple[slice, ...]:
+        """Return chunk `k`'s clipped box as an index."""
+        at = np.unravel_index(k, self.grid) if self.grid else ()
+        return tuple(slice(int(i) * c, min((int(i) + 1) * c, n)) for i, c, n in zip(at, self.chunk, self.shape, strict=True))
+
+    def pieces(self) -> Pieces:
+        """Return one row per chunk."""
+        ndim, count = len(self.shape), math.prod(self.grid)
+        chunk = np.asarray(self.chunk, np.int64).reshape(1, ndim)
+        at = np.stack(np.unravel_index(np.arange(count), self.grid), axis=1) if ndim else np.zeros((1, 0), np.int64)
+        start = at * chunk
+        shape = np.minimum(start + chunk, np.asarray(self.shape, np.int64)) - start
+        inner = np.ones_like(shape)
+        for d in range(ndim - 2, -1, -1):
+            inner[:, d] = inner[:, d + 1] * shape[:, d + 1]
+        return table((self,), np.zeros(count, np.int64), np.arange(count) * self.unit, start, shape, inner * self.dtype.itemsize)
+
+
 @dataclass(frozen=True, eq=False)
-class ChunkedArray:
-    """An open TensorStore array, seen as its decoded read chunks one after another."""
+class ChunkedArray(Chunks):
+    """An open TensorStore array, seen as its decoded read chunks."""
 
     store: Any
     name: str
@@ -603,25 +643,6 @@ class ChunkedArray:
     @property
     def shape(self) -> Shape:
         return tuple(self.store.shape)
-
-    @property
-    def grid(self) -> Shape:
-        """How many chunks there are, per dim."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk, strict=True))
-
-    @cached_property
-    def unit(self) -> int:
-        """The size of a decoded chunk, and at least 2: a unit of 1 would say that bytes can be read (a chunk of one bool)."""
-        return max(2, math.prod(self.chunk) * int(self.store.dtype.numpy_dtype.itemsize))
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.grid) * self.unit
-
-    def slices(self, k: int) -> tuple[slice, ...]:
-        """Return chunk `k`'s clipped box as an index."""
-        at = np.unravel_index(k, self.grid) if self.grid else ()
-        return tuple(slice(int(i) * c, min((int(i) + 1) * c, n)) for i, c, n in zip(at, self.chunk, self.shape, strict=True))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -647,16 +668,3 @@ class ChunkedArray:
             at = np.unravel_index(k, self.grid) if self.grid else ()
             name = ".".join(str(int(i)) for i in at) or "0"
             raise SourceError(f"{self.name}: chunk {name} cannot be read: {error}") from error
-
-    def pieces(self) -> Pieces:
-        """Return one row per chunk."""
-        ndim, itemsize = len(self.shape), int(self.store.dtype.numpy_dtype.itemsize)
-        count = math.prod(self.grid)
-        chunk = np.asarray(self.chunk, np.int64).reshape(1, ndim)
-        at = np.stack(np.unravel_index(np.arange(count), self.grid), axis=1) if ndim else np.zeros((1, 0), np.int64)
-        start = at * chunk
-        shape = np.minimum(start + chunk, np.asarray(self.shape, np.int64)) - start
-        inner = np.ones_like(shape)
-        for d in range(ndim - 2, -1, -1):
-            inner[:, d] = inner[:, d + 1] * shape[:, d + 1]
-        return table((self,), np.zeros(count, np.int64), np.arange(count) * self.unit, start, shape, inner * itemsize)

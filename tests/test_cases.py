@@ -681,6 +681,44 @@ def test_mxfp4_of_gpt_oss_is_cut_with_gate_and_up_in_turns(tmp_path: Path) -> No
         assert same_bits(found["model.layers.0.mlp.router.weight"], arrays["model.layers.0.mlp.router.weight"])
 
 
+def mxfp4(arrays: Mapping[str, Values], name: str) -> Values:
+    """Return what blocks and scales mean, said plainly: 4-bit floats, the lower half of each byte first, times powers of two."""
+    blocks, scales = arrays[f"{name}_blocks"], arrays[f"{name}_scales"]
+    halves = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    values = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])[halves]
+    wide = values * 2.0 ** (scales.astype(np.float64)[..., None] - 127)
+    return np.ascontiguousarray(wide.reshape(*scales.shape[:-1], -1).swapaxes(1, 2).astype(np.float32).astype(ml_dtypes.bfloat16))
+
+
+def test_mxfp4_is_dequantised_as_transformers_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    monkeypatch.setattr(meshload.dequantising, "CHUNK", 5 << 10)  # some rows of one expert
+    monkeypatch.setattr(meshload.dequantising, "NARROW", 32)
+    arrays = gpt_oss()
+    for name in [n for n in arrays if n.endswith("_scales")]:  # as of weights; all 256 powers hold infinity and what is no number
+        arrays[name] = (110 + arrays[name] % 20).astype(np.uint8)
+    path = write_checkpoint(tmp_path / "src", arrays, GPT_OSS)
+    whole = restored(path, dtype="bfloat16")
+    at = "model.layers.0.mlp.experts."
+    for name in (f"{at}gate_up_proj", f"{at}down_proj"):
+        theirs = convert(*(torch.from_numpy(arrays[f"{name}_{part}"]) for part in ("blocks", "scales")))
+        assert same_bits(whole[name], np.ascontiguousarray(theirs.contiguous().view(torch.uint16).numpy()).view(ml_dtypes.bfloat16))
+        assert same_bits(whole[name], mxfp4(arrays, name))
+    assert not [n for n in whole if n.endswith(("_blocks", "_scales"))]
+    for rank, found in enumerate(ranks(path, "ep=2,tp=2", 4, dtype="bfloat16")):
+        ep, tp = divmod(rank, 2)
+        mine = slice(2 * ep, 2 * ep + 2)
+        assert same_bits(
+            found[f"{at}gate_up_proj"], np.ascontiguousarray(whole[f"{at}gate_up_proj"][mine, :, 128 * tp : 128 * tp + 128])
+        )
+        assert same_bits(found[f"{at}down_proj"], np.ascontiguousarray(whole[f"{at}down_proj"][mine, 64 * tp : 64 * tp + 64]))
+    meshload.convert(path, tmp_path / "out", to="hf", dtype="bfloat16")
+    found = read_safetensors(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == whole.keys()
+    assert all(same_bits(found[n], w) for n, w in whole.items())
+
+
 def test_mxfp4_is_not_cut_inside_its_32_values(tmp_path: Path) -> None:
     config = {**GPT_OSS, "intermediate_size": 96, "num_hidden_layers": 1}
     arrays = gpt_oss()

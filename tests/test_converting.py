@@ -22,7 +22,7 @@ import pytest
 import tensorstore
 
 import meshload
-from meshload import Box
+from meshload import Box, dequantising
 from meshload.errors import FormatError, LayoutError, LimitError, MeshloadError, MeshloadWarning, SourceError
 from meshload.formats import Parts
 from meshload.pieces import empty
@@ -33,7 +33,7 @@ from meshload_adapters._orbax_files import chunks
 from meshload_adapters.formats.hf import HuggingFace
 from meshload_adapters.formats.orbax import Orbax
 
-from .test_cases import LLAMA, llama, shapes_of
+from .test_cases import LLAMA, QWEN3, fp8, llama, shapes_of
 from .test_megatron import FAMILIES, as_hugging_face, fixture, golden
 
 HERE = Path(__file__).resolve().parent
@@ -551,6 +551,70 @@ def test_quantised_weights_are_not_cast(config: Any, tmp_path: Path) -> None:
         meshload.convert(path, tmp_path / "out", to="hf", dtype="bf16")
     meshload.convert(path, tmp_path / "out", to="hf")
     assert different(hf_files(tmp_path / "out"), arrays) == []
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax", "dcp", "universal", "megatron", "megatron_core"])
+def test_fp8_is_dequantised_block_by_block(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequantising, "CHUNK", 3 << 15)
+    monkeypatch.setattr(dequantising, "SLAB", 1 << 15)
+    arrays = fp8(QWEN3)
+    path = write_checkpoint(tmp_path / "src", arrays, QWEN3, shards=2)
+    meshload.convert(path, tmp_path / "out", to=to, dtype="float32", max_bytes=3 << 20)  # cuts weights inside of blocks
+    plain = {key: value for key, value in QWEN3.items() if key != "quantization_config"}
+    opened = meshload.open(tmp_path / "out", config=plain).with_names("hf")
+    found = {name: np.asarray(array) for name, array in opened.items()}
+    assert set(found) == {name for name in arrays if not name.endswith("_scale_inv")}
+    for name, values in found.items():
+        expected = arrays[name].astype(np.float32)
+        if name + "_scale_inv" in arrays:
+            scales = np.repeat(np.repeat(arrays[name + "_scale_inv"], 128, 0), 128, 1)
+            expected = expected * scales[: values.shape[0], : values.shape[1]]
+        assert np.array_equal(values, expected, equal_nan=True), name
+    if to == "hf":
+        assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (16, 1), (1, 16)])
+def test_scales_without_blocks_are_of_the_whole_or_of_rows(shape: tuple[int, ...], tmp_path: Path) -> None:
+    scales = ramp("s", shape) / 7
+    arrays = {"a.weight": ramp("w", (16, 16), ml_dtypes.float8_e4m3fn), "a.weight_scale": scales, "a.input_scale": ramp("i", ())}
+    config = {"model_type": "none", "quantization_config": {"quant_method": "compressed-tensors"}}
+    path = write_checkpoint(tmp_path / "src", arrays, config)
+    meshload.convert(path, tmp_path / "out", to="hf", dtype="bfloat16", max_bytes=1 << 12)
+    expected = (arrays["a.weight"].astype(np.float32) * scales).astype(ml_dtypes.bfloat16)
+    assert different(hf_files(tmp_path / "out"), {"a.weight": expected}) == []
+
+
+def test_integers_are_multiplied_with_their_scales_where_the_config_tells_of_them(tmp_path: Path) -> None:
+    arrays = {"a.weight": ramp("w", (16, 16), np.int8), "a.weight_scale": ramp("s", (16, 1)) / 7}
+    config = {"model_type": "none", "quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}
+    path = write_checkpoint(tmp_path / "src", arrays, config)
+    meshload.convert(path, tmp_path / "out", to="hf", dtype="float32")
+    expected = arrays["a.weight"].astype(np.float32) * arrays["a.weight_scale"]
+    assert different(hf_files(tmp_path / "out"), {"a.weight": expected}) == []
+    for more in ("packed", "zero_point"):
+        held = {**arrays, f"a.weight_{more}": ramp("z", (16, 1), np.int8)}
+        with pytest.raises(LayoutError, match=f"a.weight_{more}: packed weights and zero points are not dequantised"):
+            meshload.restore(write_checkpoint(tmp_path / more, held, config), dtype="float32")
+
+
+@pytest.mark.parametrize("shape", [(2,), (16,), (2, 1), (1, 1), (2, 3), (1, 2, 2)])
+def test_scales_of_which_it_is_not_said_what_they_scale_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    arrays = {"a.weight": ramp("w", (16, 16), ml_dtypes.float8_e4m3fn), "a.weight_scale_inv": ramp("s", shape)}
+    config = {"model_type": "none", "quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    path = write_checkpoint(tmp_path / "src", arrays, config)
+    with pytest.raises(LayoutError, match=r"which of the scales a\.weight_scale_inv, of shape .* is not said"):
+        meshload.convert(path, tmp_path / "out", to="hf", dtype="bfloat16")
+    assert os.listdir(tmp_path) == ["src"]
+
+
+def test_what_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "src", fp8(QWEN3), QWEN3)
+    with pytest.raises(LayoutError, match=r"already, and its scales would be cast too"):
+        meshload.restore(path, dtype="float8_e4m3fn")
+    with pytest.raises(LayoutError, match="is float8_e4m3fn already, and its scales would be cast too"):
+        meshload.convert(path, tmp_path / "out", to="hf", dtype="float8_e4m3fn")
+    assert os.listdir(tmp_path) == ["src"]
 
 
 @pytest.mark.parametrize("to", ["hf", "orbax"])

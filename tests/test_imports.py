@@ -20,11 +20,11 @@ ADAPTERS = CORE.parent / "adapters" / "meshload_adapters"
 MODULES = sorted(p.stem for p in CORE.glob("*.py") if p.stem not in ("__init__", "__main__"))
 
 ORDER = [
-    *("errors", "box", "digests", "expression", "pieces", "kernel", "array", "source"),
+    *("errors", "box", "digests", "expression", "pieces", "kernel", "kernel", "array", "source"),
     *("mesh", "layout", "pattern", "checkpoint", "steps"),
     *("scheduling", "sharing", "planning", "reading", "writing"),
     *("formats", "frameworks", "exchange", "streaming"),
-    *("quantised", "adapted", "naming", "wanting"),
+    *("quantised", "adapted", "naming", "dequantising", "wanting"),
     *("ranks", "requesting"),
     *("loading", "converting", "saving", "indexing", "checking"),
     *("testing", "cli"),
