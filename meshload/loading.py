@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .array import Array
 from .box import Box
 from .checkpoint import Checkpoint
-from .dequantising import SCALES, dequantised
+from .dequantising import SCALES, Dequantised, dequantised
 from .digests import Digest, of_slice, total
 from .errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, MissingArray, MissingPieces, listing
 from .exchange import Alone, exchange_of, read_shared, running, shared, together
@@ -462,19 +462,22 @@ class _Request:
         untold = dict.fromkeys([*added.partial, *unlike, *(n for n in added.arrays if n not in expected.arrays)])
         if untold:
             warnings.warn(
-                f"digest=: {len(untold)} arrays were not compared, since this process holds only a part of them, or the digest "
-                f"lacks them: {listing(untold)}",
+                f"digest=: {len(untold)} arrays were not compared, since this process holds only a part of them, they are "
+                f"dequantised, or the digest lacks them: {listing(untold)}",
                 MeshloadWarning,
                 stacklevel=3,
             )
 
     def _digests(self, buffers: Mapping[int, Any], expected: Digest) -> tuple[dict[tuple[str, Box], Digest], list[str]]:
-        """Return the digest of each slice that was read, and the arrays of which a slice is no single box, or is padded."""
+        """Return the digest of each slice that was read, and the arrays of which one is no box, padded or computed."""
         found: dict[tuple[str, Box], Digest] = {}
         unlike: list[str] = []
+        copies = self.plan.copies
+        is_computed = np.asarray([isinstance(s, Dequantised) for s in self.plan.sources], bool)
+        computed = set(np.unique(copies.target[is_computed[copies.source]]).tolist()) if is_computed.any() else set()
         for i, target in enumerate(self.plan.targets):
             box, name = target.box, target.name if target.name in expected.arrays else self.tied.get(target.name, target.name)
-            if box is None or target.filled != target.size:
+            if box is None or target.filled != target.size or i in computed:
                 unlike += [] if i in self.plan.spare else [name]
             elif i not in self.plan.spare and (name, box) not in found:
                 values = values_of(buffers[i], target, [buffers[n] for n in self.plan.others.get(i, ())])

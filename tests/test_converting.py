@@ -608,6 +608,13 @@ def test_scales_of_which_it_is_not_said_what_they_scale_are_refused(shape: tuple
     assert os.listdir(tmp_path) == ["src"]
 
 
+def test_what_is_dequantised_is_no_damage(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "src", fp8(QWEN3), QWEN3)
+    told = meshload.digest(path)
+    with pytest.warns(MeshloadWarning, match=r"7 arrays were not compared.* dequantised.*q_proj\.weight"):
+        meshload.restore(path, dtype="bfloat16", digest=told)
+
+
 def test_what_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "src", fp8(QWEN3), QWEN3)
     with pytest.raises(LayoutError, match=r"already, and its scales would be cast too"):
