@@ -134,18 +134,20 @@ class Dequantised(Chunks):
 
     def read_chunks(self, ks: Sequence[int]) -> list[NDArray[Any]]:
         """Return chunks, each computed where its parts have been read."""
-        return [self._values(self.slices(k)) for k in ks]
+        outs = {k: np.empty([s.stop - s.start for s in self.slices(k)], self.dtype) for k in ks}
+        self.decode_into(outs)
+        return [outs[k] for k in ks]
 
-    def _values(self, part: Part) -> NDArray[Any]:
-        starts = [s.start for s in part]
-        found = np.empty([s.stop - s.start for s in part], self.dtype)
-        slab = _blocks(found.shape, self.meaning.block, SLAB)
-        for at in np.ndindex(*(-(-n // m) for n, m in zip(found.shape, slab, strict=True))):
-            low = [i * m for i, m in zip(at, slab, strict=True)]
-            here = tuple(slice(a, min(a + m, n)) for a, m, n in zip(low, slab, found.shape, strict=True))
-            there = tuple(slice(s.start + a, s.stop + a) for s, a in zip(here, starts, strict=True))
-            found[here] = self.meaning.values(*(read_here(array) for array in self.meaning.parts(there)))
-        return found
+    def decode_into(self, outs: Mapping[int, NDArray[Any]]) -> None:
+        """Compute chunks right into arrays of their clipped shapes, slab by slab."""
+        for k, out in outs.items():
+            begin = [s.start for s in self.slices(k)]
+            slab = _blocks(out.shape, self.meaning.block, SLAB)
+            for at in np.ndindex(*(-(-n // m) for n, m in zip(out.shape, slab, strict=True))):
+                low = [i * m for i, m in zip(at, slab, strict=True)]
+                here = tuple(slice(a, min(a + m, n)) for a, m, n in zip(low, slab, out.shape, strict=True))
+                there = tuple(slice(s.start + a, s.stop + a) for s, a in zip(here, begin, strict=True))
+                out[here] = self.meaning.values(*(read_here(array) for array in self.meaning.parts(there)))
 
 
 def _blocks(shape: Shape, block: Shape, room: int, widest: int | None = None) -> Shape:
