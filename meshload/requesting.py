@@ -185,6 +185,7 @@ class Collector:
             return
         checkpoint = self.view.checkpoint
         names = {*self._names(), *checkpoint, *checkpoint.aliases, *checkpoint.unavailable, *(self.wishes or {})}
+        names.update(target.name for target in self.wanted.targets)  # moments among them
         for word, globs in patterns.items():
             idle = [repr(glob) for glob in globs if not any(fnmatch.fnmatchcase(name, glob) for name in names)]
             if idle:
