@@ -49,11 +49,15 @@ class Meaning(Protocol):
     def block(self) -> Shape:
         """Elements that belong together, per dim."""
 
-    def parts(self, part: Part) -> tuple[Array, ...]:
-        """Return what has to be read for a part of the weight that begins with whole blocks."""
+    @property
+    def stored(self) -> tuple[Array, ...]:
+        """What it is made of: values first."""
 
-    def values(self, *read: NDArray[Any]) -> Floats:
-        """Return the part's elements, of what was read for it."""
+    def needs(self, part: Part) -> tuple[Part, ...]:
+        """Return which part of each stored array belongs to a part of the weight that begins with whole blocks."""
+
+    def values(self, *stored: NDArray[Any]) -> Floats:
+        """Return a part's elements, of the parts that belong to it."""
 
 
 def dequantised(
@@ -116,21 +120,17 @@ class Dequantised(Chunks):
     @property
     def source(self) -> Any:
         """Where the values come from."""
-        return next(iter(self._stored[0].pieces.sources), None)
+        return next(iter(self.meaning.stored[0].pieces.sources), None)
 
     @property
     def is_far(self) -> bool:
         """Whether reading goes over a network."""
-        return any(getattr(s, "is_far", False) or getattr(s, "holds", False) for a in self._stored for s in a.pieces.sources)
+        return any(getattr(s, "is_far", False) or getattr(s, "holds", False) for a in self.meaning.stored for s in a.pieces.sources)
 
     @property
     def changed(self) -> list[Any]:
         """When what it is made of was last changed."""
-        return [[s.name, int(s.size), getattr(s, "changed", None)] for a in self._stored for s in a.pieces.sources]
-
-    @property
-    def _stored(self) -> tuple[Array, ...]:
-        return self.meaning.parts(tuple(slice(0, n) for n in self.shape))
+        return [[s.name, int(s.size), getattr(s, "changed", None)] for a in self.meaning.stored for s in a.pieces.sources]
 
     def read_chunks(self, ks: Sequence[int]) -> list[NDArray[Any]]:
         """Return chunks, each computed where its parts have been read."""
@@ -141,13 +141,19 @@ class Dequantised(Chunks):
     def decode_into(self, outs: Mapping[int, NDArray[Any]]) -> None:
         """Compute chunks right into arrays of their clipped shapes, slab by slab."""
         for k, out in outs.items():
-            begin = [s.start for s in self.slices(k)]
+            part = self.slices(k)
+            needed = self.meaning.needs(part)
+            read = [read_here(array[held]) for array, held in zip(self.meaning.stored, needed, strict=True)]
             slab = _blocks(out.shape, self.meaning.block, SLAB)
             for at in np.ndindex(*(-(-n // m) for n, m in zip(out.shape, slab, strict=True))):
-                low = [i * m for i, m in zip(at, slab, strict=True)]
-                here = tuple(slice(a, min(a + m, n)) for a, m, n in zip(low, slab, out.shape, strict=True))
-                there = tuple(slice(s.start + a, s.stop + a) for s, a in zip(here, begin, strict=True))
-                out[here] = self.meaning.values(*(read_here(array) for array in self.meaning.parts(there)))
+                starts = (i * m for i, m in zip(at, slab, strict=True))
+                here = tuple(slice(a, min(a + m, n)) for a, m, n in zip(starts, slab, out.shape, strict=True))
+                there = self.meaning.needs(_moved(here, part, 1))
+                out[here] = self.meaning.values(*(r[_moved(t, n, -1)] for r, t, n in zip(read, there, needed, strict=True)))
+
+
+def _moved(part: Part, by: Part, sign: int) -> Part:
+    return tuple(slice(s.start + sign * at.start, s.stop + sign * at.start) for s, at in zip(part, by, strict=True))
 
 
 def _blocks(shape: Shape, block: Shape, room: int, widest: int | None = None) -> Shape:
@@ -221,13 +227,17 @@ class Scaled:
     def block(self) -> Shape:
         return tuple(1 if span == n else span for span, n in zip(self.spans or self.shape, self.shape, strict=True))
 
-    def parts(self, part: Part) -> tuple[Array, ...]:
-        held = tuple(slice(s.start // n, -(-s.stop // n)) for s, n in zip(part, self.spans, strict=True)) if self.spans else ()
-        return self.weight[part], self.scales[held]
+    @property
+    def stored(self) -> tuple[Array, ...]:
+        return self.weight, self.scales
 
-    def values(self, *read: NDArray[Any]) -> Floats:
-        stored, scales = read
-        found: Floats = np.take(_table(stored.dtype), stored.view(np.uint8))
+    def needs(self, part: Part) -> tuple[Part, ...]:
+        held = tuple(slice(s.start // n, -(-s.stop // n)) for s, n in zip(part, self.spans, strict=True)) if self.spans else ()
+        return part, held
+
+    def values(self, *stored: NDArray[Any]) -> Floats:
+        weight, scales = stored
+        found: Floats = np.take(_table(weight.dtype), weight.view(np.uint8))
         factors = scales.astype(np.float32)
         if not self.spans:
             found *= factors.reshape(())
@@ -284,12 +294,16 @@ class Microscaled:
     def block(self) -> Shape:
         return (*(1,) * (self.scales.ndim - 1), 32)
 
-    def parts(self, part: Part) -> tuple[Array, ...]:
-        held = (*part[:-1], slice(part[-1].start // 32, -(-part[-1].stop // 32)))
-        return self.blocks[held], self.scales[held]
+    @property
+    def stored(self) -> tuple[Array, ...]:
+        return self.blocks, self.scales
 
-    def values(self, *read: NDArray[Any]) -> Floats:
-        blocks, scales = read
+    def needs(self, part: Part) -> tuple[Part, ...]:
+        held = (*part[:-1], slice(part[-1].start // 32, -(-part[-1].stop // 32)))
+        return (*held, slice(0, 16)), held
+
+    def values(self, *stored: NDArray[Any]) -> Floats:
+        blocks, scales = stored
         found: Floats = np.take(_pairs(), blocks).view(np.float32)
         found *= np.take(_table(_exponents()), scales)[..., None]
         return found.reshape(*scales.shape[:-1], -1)
