@@ -20,8 +20,9 @@ Optimizer arrays, by `param_state_sharding_type`:
 
 The flat ones tell no names: the parameters of each model-parallel rank are worked out from `args`, in the order in which the layer
 spec makes its modules; sizes must fit. `i` counts tensor ranks fastest, then (for experts: expert ranks, then) pipeline ranks.
-Several optimizers have a prefix `chained_{n}.`, of which 1 is the experts'. Why they are refused, where they are, stands in
-`unavailable["optimizer.states"]`.
+Several optimizers have a prefix `chained_{n}.`, of which 1 is the experts'; those that are like the weights lack it since 0.14. Why
+they are refused, where they are, stands in `unavailable["optimizer.states"]`. `param_groups` and step of flat ones are an object,
+`optimizer.distributed.dp_group_idx_{i}.optimizer`, those of others are in `common.pt["optimizer"]`, by number where there are several.
 
 Source: https://github.com/NVIDIA/Megatron-LM, `megatron/core/dist_checkpointing` and `megatron/core/optimizer`. Tried with
 megatron-core 0.13 and 0.16. The zarr backend (before 0.13) and `fsdp_dtensor` are not read here.
@@ -30,7 +31,8 @@ Written are weights, stacked where layers are alike, in chunks as the axes `tp`,
 empty `_extra_state`s. Spelled for Transformer Engine unless `transformer_impl="local"`, which differs in the norms before experts.
 The vocabulary is not padded. Load it without random state; and without optimizer, or with moments, masters and their step where
 they are converted: of the distributed optimizer as `fully_reshardable`, or of others with `distributed_optimizer=False`, in the
-folder of their iteration. An optimizer of experts is not written.
+folder of their iteration. Where the mesh has `ep` > 1, experts have an optimizer of their own, for which Megatron asks on any such
+mesh, and on no other.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class MegatronCore:
     """When writing: the iteration's number; by default the step of the optimizer's states or, where there are none, `release`, for
     which Megatron asks for no optimizer and no random state."""
     distributed_optimizer: bool = True
-    """When writing an optimizer's states: whether it is the distributed one that loads them."""
+    """When writing an optimizer's states: whether it is the distributed one that loads them. Experts have one of their own where
+    `ep` is more than 1 in the mesh."""
     steps: int | None = None
     """When writing: how many steps the moments are of, where their source does not tell it."""
     hyperparameters: Mapping[str, Any] | None = None
