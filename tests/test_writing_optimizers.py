@@ -125,6 +125,11 @@ def test_what_megatrons_groups_decay_is_not_guessed(tmp_path: Path, golden: str)
     for given in (None, {"lr": 0.1}):
         with pytest.raises(LayoutError, match=f"has {len(decays)} groups, and does not tell which of them"):
             meshload.convert(src, tmp_path / "out", to=DCP(hyperparameters=given), optimizer=True)
+    meshload.convert(src, tmp_path / "out", to=DCP(hyperparameters={"weight_decay": 0.3}), optimizer=True)
+    found = meshload.open(tmp_path / "out").meta["objects"]
+    told = {key: found[f"optim.param_groups.0.{key}"] for key in HYPER}
+    assert told == {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3}
+    assert not any(key.startswith("optim.param_groups.1.") for key in found)
 
 
 def test_what_the_source_does_not_tell_is_asked_for_or_left_to_the_loader(tmp_path: Path) -> None:

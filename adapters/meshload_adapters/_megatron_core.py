@@ -22,7 +22,7 @@ The flat ones tell no names: the parameters of each model-parallel rank are work
 spec makes its modules; sizes must fit. `i` counts tensor ranks fastest, then (for experts: expert ranks, then) pipeline ranks.
 Several optimizers have a prefix `chained_{n}.`, of which 1 is the experts'; those that are like the weights lack it since 0.14. Why
 they are refused, where they are, stands in `unavailable["optimizer.states"]`. `param_groups` and step of flat ones are an object,
-`optimizer.distributed.dp_group_idx_{i}.optimizer`, those of others are in `common.pt["optimizer"]`, by number where there are several.
+`optimizer.distributed.dp_group_idx_{i}.optimizer`; those of others are in `common.pt`, by number where there are several.
 
 Source: https://github.com/NVIDIA/Megatron-LM, `megatron/core/dist_checkpointing` and `megatron/core/optimizer`. Tried with
 megatron-core 0.13 and 0.16. The zarr backend (before 0.13) and `fsdp_dtensor` are not read here.
