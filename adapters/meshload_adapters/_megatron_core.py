@@ -25,13 +25,13 @@ they are refused, where they are, stands in `unavailable["optimizer.states"]`. `
 `optimizer.distributed.dp_group_idx_{i}.optimizer`; those of others are in `common.pt`, by number where there are several.
 
 Source: https://github.com/NVIDIA/Megatron-LM, `megatron/core/dist_checkpointing` and `megatron/core/optimizer`. Tried with
-megatron-core 0.13 and 0.16. The zarr backend (before 0.13) and `fsdp_dtensor` are not read here.
+megatron-core 0.13, 0.15 and 0.16. The zarr backend (before 0.13) and `fsdp_dtensor` are not read here.
 
 Written are weights, stacked where layers are alike, in chunks as the axes `tp`, `pp` and `ep` of the mesh cut them, with `args` and
 empty `_extra_state`s. Spelled for Transformer Engine unless `transformer_impl="local"`, which differs in the norms before experts.
 The vocabulary is not padded. Load it without random state; and without optimizer, or with moments, masters and their step where
-they are converted: of the distributed optimizer as `fully_reshardable`, or of others with `distributed_optimizer=False`, in the
-folder of their iteration. Where the mesh has `ep` > 1, experts have an optimizer of their own, for which Megatron asks on any such
+they are converted: of the distributed optimizer as `fully_reshardable` (0.15 and later load it), or of others with
+`distributed_optimizer=False`, in the folder of their iteration. Where the mesh has `ep` > 1, experts have an optimizer of their own, for which Megatron asks on any such
 mesh, and on no other.
 """
 
