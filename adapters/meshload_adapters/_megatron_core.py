@@ -31,8 +31,8 @@ Written are weights, stacked where layers are alike, in chunks as the axes `tp`,
 empty `_extra_state`s. Spelled for Transformer Engine unless `transformer_impl="local"`, which differs in the norms before experts.
 The vocabulary is not padded. Load it without random state; and without optimizer, or with moments, masters and their step where
 they are converted: of the distributed optimizer as `fully_reshardable` (0.15 and later load it), or of others with
-`distributed_optimizer=False`, in the folder of their iteration. Where the mesh has `ep` > 1, experts have an optimizer of their own, for which Megatron asks on any such
-mesh, and on no other.
+`distributed_optimizer=False`, in the folder of their iteration. Where the mesh has `ep` > 1, experts have an optimizer of their
+own, for which Megatron asks on any such mesh, and on no other.
 """
 
 from __future__ import annotations
