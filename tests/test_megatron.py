@@ -24,7 +24,7 @@ from meshload.errors import LayoutError, MissingPieces
 from meshload.formats import installed
 from meshload.pattern import find, parse, parse_table
 from meshload.pieces import piece, union
-from meshload.source import open_folder
+from meshload.source import LocalFolder, open_folder
 from meshload.testing import (
     CountedFolder,
     FormatSuite,
@@ -35,6 +35,7 @@ from meshload.testing import (
     same_bits,
     write_checkpoint,
 )
+from meshload_adapters._distcp import read_listing
 from meshload_adapters._megatron import config_of, layers_of
 from meshload_adapters._megatron_buffers import buckets, laid_out, module_order, spelled_by
 from meshload_adapters._megatron_shards import GATED, Fusion, Part, cut_runs, join_runs, taken_apart
@@ -358,9 +359,14 @@ def test_one_ranks_folder_of_several_is_refused() -> None:
 
 def test_opening_reads_no_payload_of_a_container() -> None:
     folder = CountedFolder(open_folder(fixture("td-tp2-dp2-fp32-distopt-dpre-qwen2")))
-    MegatronCore().open(folder)
-    data = sum(n for name, _, n in folder.log.reads if name.endswith(".distcp"))
-    assert data == 0
+    opened = MegatronCore().open(folder)
+    (file,) = {name for name, _, _ in folder.log.reads if name.endswith(".distcp")}
+    listed = read_listing([LocalFolder(fixture("td-tp2-dp2-fp32-distopt-dpre-qwen2") / "iter_0000002").file(".metadata")])
+    groups = listed.objects["optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"][0]
+    assert file.endswith(groups.file)
+    read = [(start, start + n) for name, start, n in folder.log.reads if name == file]
+    assert all(groups.offset <= start and stop <= groups.offset + groups.length for start, stop in read)
+    assert opened.meta["optimizer"]["step"] == 2
 
 
 # --- checkpoints made here --------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@
     optimizer.state.fp32_param.KEY                the masters of others, where the weights are of 16 bits
 
 Megatron looks its groups up in `param_groups` by `wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`: matrices decay,
-biases and what has one dim do not. Which weights a source decayed is of no account there. With experts there are two optimizers,
-numbered, of which the second has the experts' groups; their arrays are called alike.
+biases and what has one dim do not. Which weights a source decayed is of no account there. Where experts are shared over ranks,
+ep > 1, there are two optimizers, numbered, of which the second has the experts' groups; their arrays are called alike, without the
+prefix `chained_{n}.` (`chained_optim_avoid_prefix`).
 
 Source: https://github.com/NVIDIA/Megatron-LM, `megatron/core/optimizer`, 0.16.
 """
@@ -52,17 +53,11 @@ class NewOptimizer:
 
 
 def optimizer_of(
-    like: Checkpoint, *, is_distributed: bool, hyperparameters: Mapping[str, Any] | None, step: int | None
+    like: Checkpoint, *, ep: int, is_distributed: bool, hyperparameters: Mapping[str, Any] | None, step: int | None
 ) -> NewOptimizer | None:
-    """Return the optimizer of a checkpoint; None where it has none."""
+    """Return the optimizer of a checkpoint, for `ep` expert-parallel ranks; None where it has none."""
     if not like.optimizer:
         return None
-    experts = [name for name in like.arrays if taken_apart(name).is_expert]
-    if experts and is_distributed:
-        raise LayoutError(
-            f"optimizer: Megatron has another one for experts, which is not written as a distributed one; experts are "
-            f"{listing(experts, 3)}; say MegatronCore(distributed_optimizer=False)"
-        )
     for kind in MOMENTS:
         lacking = [name for name in like.arrays if name not in like.optimizer.get(kind, ())]
         if lacking:
@@ -81,17 +76,18 @@ def optimizer_of(
         masters = like.optimizer.get("master") or {n: replace(a, dtype=np.dtype("f4"), stored=None) for n, a in like.arrays.items()}
         arrays["param" if is_distributed else "fp32_param"] = _named(masters)
     groups = _groups(like, hyperparameters)
-    if is_distributed:
-        groups = [{**group, "step": float(count)} for group in groups]
-        common: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": SHARDING}
-        return NewOptimizer(arrays, common, count, True)
-    parts = [[group for group in groups if not group["is_expert_parallel"]]]
-    if experts:
-        own = [group for group in groups if group["is_expert_parallel"]]
+    parts = [[group for group in groups if not group.get("is_expert_parallel")]]
+    if ep > 1 and any(taken_apart(name).is_expert for name in like.arrays):
+        own = [group for group in groups if group.get("is_expert_parallel")]
         parts.append(own or [{**group, "is_expert_parallel": True} for group in parts[0] if group["wd_mult"]])
-    found = [{"state": {"common_step": new_scalar(count)}, "param_groups": part} for part in parts]
-    told = [{"optimizer": part} if is_small else part for part in found]
-    return NewOptimizer(arrays, dict(enumerate(told)) if experts else told[0], count, False)
+    told: list[dict[str, Any]]
+    if is_distributed:
+        counted = [[{**group, "step": float(count)} for group in part] for part in parts]
+        told = [{"optimizer": {"param_groups": part}, "param_state_sharding_type": SHARDING} for part in counted]
+    else:
+        found = [{"state": {"common_step": new_scalar(count)}, "param_groups": part} for part in parts]
+        told = [{"optimizer": part} if is_small else part for part in found]
+    return NewOptimizer(arrays, told[0] if len(told) == 1 else dict(enumerate(told)), count, is_distributed)
 
 
 def _named(arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -14,9 +14,7 @@ Group = tuple[Mapping[str, Any], Sequence[str]]
 def told_groups(like: Checkpoint) -> list[Group]:
     """Return the groups of DeepSpeed's, universal and Megatron's checkpoints, which name no weights, or of DCP's."""
     optimizer, objects = like.meta.get("optimizer"), like.meta.get("objects")
-    while isinstance(optimizer, Mapping) and "param_groups" not in optimizer:
-        optimizer = optimizer.get("optimizer")
-    groups = optimizer["param_groups"] if isinstance(optimizer, Mapping) else None
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
     if isinstance(groups, Sequence):
         return [
             ({k: v for k, v in group.items() if k not in ("params", "step")}, ()) for group in groups if isinstance(group, Mapping)
