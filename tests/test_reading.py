@@ -304,6 +304,15 @@ def test_a_long_run_is_read_in_requests_of_bounded_size() -> None:
     assert made.reads == 3
 
 
+def test_a_run_within_a_long_one_is_read_where_it_lies() -> None:
+    """As of torch's views: the long one is cut into requests, of which the last is short enough to share a range."""
+    data = np.random.default_rng(0).integers(0, 256, REQUEST + 9000, np.uint8)
+    source = InMemory("f", data.tobytes(), gap=4096)
+    places = [(0, 1000), (1000, REQUEST + 5000), (REQUEST + 500, 100)]
+    arrays = [Array("w", data.dtype, (n,), piece(source, at, (n,), 1)) for at, n in places]
+    assert same_bits(read_array(concatenate(arrays)), np.concatenate([data[at : at + n] for at, n in places]))
+
+
 class _Into(InMemory):
     """Notes where the bytes are asked into."""
 
