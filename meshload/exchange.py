@@ -23,7 +23,7 @@ from .planning import Plan
 from .reading import Progress, read
 from .scheduling import NETWORK_THREADS, THREADS, Copies, compacted
 from .sharing import Shared, share_out
-from .source import Bytes, ByteSource, ChunkedSource, Source
+from .source import Bytes, ByteSource, ChunkedSource, Source, closing_files
 
 T = TypeVar("T")
 
@@ -125,6 +125,7 @@ def exchange_of(plan: Plan, group: Group) -> Exchange:
     return Exchange(group, mine, first, [own.get(key) for key in keys], shared, max(1, math.ceil(most / STEP)))
 
 
+@closing_files()
 def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *, progress: Progress | None = None) -> None:
     """Fill buffers as `read` does; what several processes want is read once between them. Where one fails all raise."""
     group, shared = exchange.group, exchange.shared

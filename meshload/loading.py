@@ -42,7 +42,7 @@ from .quantised import SCALES, blocks_of, dequantised, scale_of
 from .ranks import resolved
 from .reading import Progress, buffers_for, read, values_of
 from .requesting import Collector, LayoutLike, all_names, missing_text, model_in, no_names, view_of
-from .source import Folder, open_folder
+from .source import Folder, closing_files, open_folder
 from .wanting import Wanted
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def _uncollected() -> Iterator[None]:
 
 
 @_uncollected()
+@closing_files()
 def open(path: Any, *, format: str | Format | None = None, config: Any = None) -> Checkpoint:
     """Open a checkpoint: headers and indexes are read, no payload.
 

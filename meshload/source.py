@@ -13,6 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -343,9 +344,13 @@ def _descriptor(file: LocalFile) -> _Descriptor:
     return found
 
 
-def close_files() -> None:
-    """Let go of descriptors; those that others use stay open as long."""
-    _descriptor.cache_clear()
+@contextmanager
+def closing_files() -> Iterator[None]:
+    """Let go of open files in the end; those that others read stay open as long."""
+    try:
+        yield
+    finally:
+        _descriptor.cache_clear()
 
 
 class _Descriptor:

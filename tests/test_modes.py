@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -269,6 +270,13 @@ def test_a_rank_that_fails_alone_stops_the_others_soon(tmp_path: Path, monkeypat
         found = together(plans)
     assert [type(error) for error in found] == [meshload.SourceError] * 4
     assert len(reads) <= 128  # each step is 16 rows of each rank
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's list of open files")
+def test_files_are_closed_after_they_are_shared(tmp_path: Path) -> None:
+    array = local(ramp("w", (64, 64)), tmp_path)
+    together([plan_array(array), plan_array(array)])
+    assert str(tmp_path / "f") not in {os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()}
 
 
 def test_row_parallel_ranks_read_each_byte_once_in_many_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -563,13 +563,38 @@ def test_a_file_stays_open_while_its_rows_are_read(rows: tuple[LocalFile, bytes]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's list of open files")
-def test_files_are_closed_after_they_are_read(tmp_path: Path) -> None:
-    names = [f"w{i}" for i in range(6)]
-    folder = write_checkpoint(tmp_path, {n: ramp(n, (8, 8)) for n in names}, shards=6)
-    found = meshload.restore(folder, into="numpy", layout="replicated")
-    assert same_bits(found["w5"], ramp("w5", (8, 8)))
+@pytest.mark.parametrize("call", ["open", "plan", "restore", "check", "verify", "digest", "convert", "index"])
+def test_files_are_closed_in_the_end(tmp_path: Path, call: str) -> None:
+    folder = write_checkpoint(tmp_path / "hf", {f"w{i}": ramp(f"w{i}", (8, 8)) for i in range(6)}, shards=6)
+    more: dict[str, Any] = {"restore": {"into": "numpy"}, "convert": {"to": "hf"}}
+    others = {"verify": [folder], "convert": [tmp_path / "out"], "index": [tmp_path / "index"]}
+    getattr(meshload, call)(folder, *others.get(call, []), **more.get(call, {}))
+    assert opened(tmp_path) == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's list of open files")
+def test_files_are_closed_after_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first read fails while others have not opened their files yet."""
+    folder = write_checkpoint(tmp_path, {f"w{i}": ramp(f"w{i}", (300, 300)) for i in range(6)}, shards=6)
+    checkpoint, read_into = meshload.open(folder), LocalFile.read_into
+
+    def failing(self: LocalFile, start: int, out: Any) -> None:
+        if "00001" in self.name:
+            raise meshload.SourceError("the cable was pulled")
+        threading.Event().wait(0.2)
+        read_into(self, start, out)
+
+    monkeypatch.setattr(LocalFile, "expect", lambda *_: None)
+    monkeypatch.setattr(LocalFile, "read_into", failing)
+    with pytest.raises(meshload.SourceError, match="the cable was pulled"):
+        meshload.restore(checkpoint, into="numpy", layout="replicated")
+    assert opened(tmp_path) == []
+
+
+def opened(folder: Path) -> list[str]:
+    """Return the files of a folder that this process has open."""
     links = (os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd"))
-    assert not [link for link in links if link.startswith(str(tmp_path))]
+    return [link for link in links if link.startswith(str(folder))]
 
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT") or not hasattr(os, "posix_fadvise"), reason="needs Linux's calls")
