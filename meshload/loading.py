@@ -42,7 +42,7 @@ from .quantised import SCALES, blocks_of, dequantised, scale_of
 from .ranks import resolved
 from .reading import Progress, buffers_for, read, values_of
 from .requesting import Collector, LayoutLike, all_names, missing_text, model_in, no_names, view_of
-from .source import Folder, closing_files, open_folder
+from .source import Folder, closing_files, is_remote, open_folder
 from .wanting import Wanted
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def restore(
         exchange: Whether the running processes share their reads: what several want is read once, and handed on by the process
             group. Then all of them must call, each with its own `like` if need be. By default they do where the checkpoint lies
             in an object store or on a network file system, and `mesh=` spans the group; a rank that is asked for by `rank=` reads
-            alone. The result is the same.
+            alone. The result is the same. Where it is local to some processes and remote to others, say True or False.
         max_bytes: Ceiling of memory that is neither result nor metadata; 256 MiB by default.
         merge_gap: Unwanted bytes that are read rather than skipped; by default 4 KiB locally, more for object stores.
         progress: True for a bar on the terminal, or a function of bytes done and bytes in all.
@@ -356,7 +356,7 @@ def _choice(exchange: bool | None, path: Any, mesh: Any, rank: Any, group: Group
         return Choice(False, "an open checkpoint was given")
     if group.size > 1 and not _spans(mesh, group):
         return Choice(False, "mesh= has not all processes that run")
-    if open_folder(path).is_remote:
+    if is_remote(path):
         return Choice(True, "an object store or a network file system")
     return Choice(False, "a local file system")
 

@@ -148,16 +148,10 @@ def read_bytes(source: ByteSource, start: int = 0, stop: int | None = None) -> b
 
 def open_folder(path: Any) -> Folder:
     """Return the folder that a path, a TensorStore key-value URL or an open KvStore means."""
-    if hasattr(path, "read") and hasattr(path, "spec"):
+    if _is_store(path):
         return KeyValueFolder(path, _url(path))
-    text = os.fspath(path)
-    if isinstance(text, bytes):
-        text = os.fsdecode(text)
-    if not text or "\0" in text:
-        raise FormatError(f"path {text!r} is empty, or holds a NUL")
-    if text.startswith("file://"):
-        text = unquote(text.removeprefix("file://"))  # a URL, as TensorStore and `KvStore.url` have it
-    elif re.match(r"[a-z][a-z0-9+.-]*:(//|[a-z])", text):
+    text = _text(path)
+    if URL.match(text):
         return _open_url(text)
     try:
         local = Path(text).expanduser()
@@ -168,6 +162,29 @@ def open_folder(path: Any) -> Folder:
     except (OSError, RuntimeError) as error:  # a name too long; `~` of nobody
         raise SourceError(f"{text[:200]}: cannot be opened: {getattr(error, 'strerror', None) or error}") from error
     raise FormatError(f"{text}: there is no such file or folder")
+
+
+def is_remote(path: Any) -> bool:
+    """Say whether a path means an object store or a network file system. It is not opened: that might fail on some ranks alone."""
+    if _is_store(path):
+        return KeyValueFolder(path, _url(path)).is_remote
+    text = _text(path)
+    return KeyValueFolder(None, text).is_remote if URL.match(text) else LocalFolder(Path(os.path.expanduser(text))).is_remote
+
+
+URL = re.compile(r"[a-z][a-z0-9+.-]*:(//|[a-z])")
+
+
+def _is_store(path: Any) -> bool:
+    return hasattr(path, "read") and hasattr(path, "spec")
+
+
+def _text(path: Any) -> str:
+    """Return a path as text; of a local one that is given as a URL, as TensorStore and `KvStore.url` have it, the path."""
+    text = os.fsdecode(path)
+    if not text or "\0" in text:
+        raise FormatError(f"path {text!r} is empty, or holds a NUL")
+    return unquote(text.removeprefix("file://")) if text.startswith("file://") else text
 
 
 def around(folder: Folder) -> Folder:

@@ -19,10 +19,11 @@ import tensorstore
 import meshload
 from meshload.array import Array, concatenate
 from meshload.exchange import exchange_of, read_shared
+from meshload.frameworks import World
 from meshload.pieces import piece
 from meshload.planning import Plan, plan_array
 from meshload.reading import buffers_for, read, values_of
-from meshload.source import ChunkedArray, KeyValueFile, LocalFile
+from meshload.source import ChunkedArray, KeyValueFile, KeyValueFolder, LocalFile
 from meshload.testing import ramp, same_bits
 
 pytest.importorskip("hypothesis")
@@ -67,7 +68,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=120)
+        self.barrier = threading.Barrier(size, timeout=60)
         self.told: list[Any] = [None] * size
 
     def all(self, rank: int, value: Any) -> list[Any]:
@@ -277,6 +278,23 @@ def test_files_are_closed_after_they_are_shared(tmp_path: Path) -> None:
     array = local(ramp("w", (64, 64)), tmp_path)
     together([plan_array(array), plan_array(array)])
     assert str(tmp_path / "f") not in {os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()}
+
+
+def test_a_rank_that_cannot_open_the_path_lets_all_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, me = Ranks(2), threading.local()
+    monkeypatch.setattr("meshload.loading.running", lambda: me.group)
+    monkeypatch.setattr("meshload.ranks.launched", lambda: World(me.group.rank, 2, 2))
+    monkeypatch.setattr(KeyValueFolder, "is_remote", True)
+    store = tensorstore.KvStore.open("memory://").result()
+    store.write("model.safetensors", b"\2" + bytes(7) + b"{}").result()
+
+    def one(member: Member) -> Any:
+        me.group = member
+        return meshload.restore([store, "nosuch://x/y"][member.rank], mesh="dp=2", layout="replicated", into="numpy")
+
+    words = [str(error) for error in ranks.run(one)]
+    assert words[1].startswith("nosuch://x/y: TensorStore cannot open it")
+    assert words[0] == f"rank 1 failed, so all do: FormatError: {words[1]}"
 
 
 def test_row_parallel_ranks_read_each_byte_once_in_many_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
