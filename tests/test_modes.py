@@ -280,6 +280,23 @@ def test_files_are_closed_after_they_are_shared(tmp_path: Path) -> None:
     assert str(tmp_path / "f") not in {os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()}
 
 
+@pytest.mark.parametrize("at", [1, 1 << 14, 1 << 16])  # the last is all of it
+def test_a_rank_whose_caller_raises_in_progress_lets_all_fail(tmp_path: Path, at: int) -> None:
+    array = local(ramp("w", (256, 64)), tmp_path)
+    plans = [plan_array(array, max_bytes=1 << 13) for _ in range(3)]
+
+    def one(member: Member) -> Any:
+        def stop(done: int, total: int) -> None:
+            if member.rank == 1 and done >= at:
+                raise ValueError("enough")
+
+        plan = plans[member.rank]
+        return read_shared(plan, buffers_for(plan), exchange_of(plan, member), progress=stop)
+
+    words = [str(error) for error in Ranks(3).run(one)]
+    assert words == ["rank 1 failed, so all do: ValueError: enough", "enough", "rank 1 failed, so all do: ValueError: enough"]
+
+
 def test_a_rank_that_cannot_open_the_path_lets_all_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, me = Ranks(2), threading.local()
     monkeypatch.setattr("meshload.loading.running", lambda: me.group)
