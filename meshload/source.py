@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -293,12 +293,12 @@ class LocalFile:
 
     def expect(self, start: int, length: int) -> None:
         """Have the disk read a range, where its end is not in memory: a read of the whole would ask for it bit by bit."""
-        if hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise"):
+        if hasattr(os, "RWF_NOWAIT"):
             descriptor = _descriptor(self)
             try:
                 os.preadv(descriptor.number, [bytearray(1)], start + length - 1, os.RWF_NOWAIT)
             except BlockingIOError:
-                os.posix_fadvise(descriptor.number, start, length, os.POSIX_FADV_WILLNEED)
+                _ask_disk(descriptor.number, start, length)
             except OSError:  # a file system that cannot tell; or an error, which reading meets again
                 pass
 
@@ -320,10 +320,10 @@ class LocalFile:
         file = descriptor.number  # as long as there is `descriptor`
         done = read_queued(file, runs[:, 1], runs[:, 2], addresses, cached=True)
         left = np.flatnonzero(~done)
-        if len(left) and hasattr(os, "posix_fadvise"):
+        if len(left):
             held = np.add.reduceat(done, ranges[:, 3] - ranges[0, 3], dtype=np.int64)
             for start, length in ranges[held < ranges[:, 4] - ranges[:, 3], 1:3].tolist():
-                os.posix_fadvise(file, start, length, os.POSIX_FADV_WILLNEED)
+                _ask_disk(file, start, length)
             done[left] = read_queued(file, runs[left, 1], runs[left, 2], addresses[left], cached=False)
         if not done.all():  # there is no queue; or an error, which is met again
             plain_runs(self, ranges, runs, buffers)
@@ -333,6 +333,13 @@ class LocalFile:
 
     def _ended(self, at: int, stop: int) -> SourceError:
         return SourceError(f"{self.name}: ends at byte {at}, expected {stop}; it was cut while being read")
+
+
+def _ask_disk(file: int, start: int, length: int) -> None:
+    """Have the disk read a range into memory, where the system can be asked for that."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(file, start, length, os.POSIX_FADV_WILLNEED)
 
 
 def _addresses(name: str, runs: Ints, buffers: Mapping[int, Bytes]) -> Ints:

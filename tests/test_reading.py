@@ -618,6 +618,29 @@ def test_the_disk_is_asked_for_whole_requests_that_are_not_in_memory(
     assert sorted(asked) == ([] if is_cached else [4000, REQUEST, REQUEST, REQUEST])
 
 
+@pytest.mark.parametrize("columns", [4096, 1024])
+def test_a_disk_that_takes_no_advice_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    write_checkpoint(tmp_path, {"w": ramp("w", (600, 4096))})
+    array = meshload.open(tmp_path)["w"][:, :columns]
+    on_disk(monkeypatch, from_byte=0)
+    plain = os.preadv
+
+    def cold(descriptor: int, views: list[Any], at: int, flags: int = 0) -> int:
+        if flags:
+            raise BlockingIOError(errno.EAGAIN, "not in memory")
+        return plain(descriptor, views, at)
+
+    def refuse(*_: int) -> None:
+        asked.append(1)
+        raise OSError(errno.ENOSYS, "no advice")
+
+    asked: list[int] = []
+    monkeypatch.setattr(os, "preadv", cold)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert same_bits(np.asarray(array), ramp("w", (600, 4096))[:, :columns])
+    assert asked
+
+
 @pytest.mark.parametrize("begun", [-1, 0, 7])
 def test_rows_that_the_queue_did_not_take_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: int) -> None:
     write_checkpoint(tmp_path, {"w": ramp("w", (600, 4096))})
