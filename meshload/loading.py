@@ -283,22 +283,22 @@ def restore(
     def prepare() -> tuple[_Request, Digest | None, Stream | None, dict[int, Any]]:
         request = _request(
             path,
-            mesh,
-            rank,
-            layout,
-            like,
-            into,
-            dtype,
-            names,
-            format,
-            config,
-            include,
-            exclude,
-            missing,
-            optimizer,
-            copies,
-            max_bytes,
-            merge_gap,
+            mesh=mesh,
+            rank=rank,
+            layout=layout,
+            like=like,
+            into=into,
+            dtype=dtype,
+            names=names,
+            format=format,
+            config=config,
+            include=include,
+            exclude=exclude,
+            missing=missing,
+            optimizer=optimizer,
+            copies=copies,
+            max_bytes=max_bytes,
+            merge_gap=merge_gap,
         )
         _warn(request)
         expected = digest if digest is None or isinstance(digest, Digest) else Digest.load(digest)
@@ -396,22 +396,22 @@ def plan(
     _check_exchange(exchange, rank)
     made = _request(
         path,
-        mesh,
-        rank,
-        layout,
-        like,
-        into,
-        dtype,
-        names,
-        format,
-        config,
-        include,
-        exclude,
-        missing,
-        optimizer,
-        copies,
-        max_bytes,
-        merge_gap,
+        mesh=mesh,
+        rank=rank,
+        layout=layout,
+        like=like,
+        into=into,
+        dtype=dtype,
+        names=names,
+        format=format,
+        config=config,
+        include=include,
+        exclude=exclude,
+        missing=missing,
+        optimizer=optimizer,
+        copies=copies,
+        max_bytes=max_bytes,
+        merge_gap=merge_gap,
     ).plan
     return replace(made, exchange=_choice(exchange, path, mesh, rank, running()))
 
@@ -427,7 +427,6 @@ class _Request:
     dtype: np.dtype[Any] | None
     dtypes: Mapping[str, np.dtype[Any] | None]
     ties: Sequence[tuple[str, str]]
-    ranks: tuple[int, ...]
     notes: Sequence[str]
     """What is right, but unexpected."""
     scales: Mapping[int, int]
@@ -557,6 +556,7 @@ class _Request:
 @_uncollected()
 def _request(
     path: Any,
+    *,
     mesh: Any,
     rank: Any,
     layout: LayoutLike,
@@ -593,15 +593,25 @@ def _request(
         raise LayoutError(f"copies={copies!r}: 'first', 'check' or 'mean' was expected")
     wanted = Wanted(copies=copies)
     placements: dict[str, Placement] = {}
-    collect = Collector(view, sized, foreign, ranks, layout, framework, wishes, wanted, placements, include, exclude)
+    collect = Collector(
+        view=view,
+        mesh=sized,
+        foreign=foreign,
+        ranks=ranks,
+        layout=layout,
+        framework=framework,
+        wishes=wishes,
+        wanted=wanted,
+        placements=placements,
+        include=include,
+        exclude=exclude,
+    )
     collect.weights()
     if optimizer:
         collect.moments(checkpoint)
     collect.check_globs()
     collect.check_shares()
-    for axis in collect.idle_axes():
-        same = f"its {sized.size_of(axis)} ranks hold the same"
-        wanted.notes.append(f"mesh axis {axis!r} cuts nothing in the default layout: {same}; pass layout= to use it")
+    collect.check_axes()
     wanted.notes += [f"{p.file}: {p.text}" for p in checkpoint.problems if checkpoint.config is None and not checkpoint.unavailable]
     if wanted.missing and missing == "error":
         raise MissingArray(missing_text(view, wanted.missing))
@@ -616,22 +626,31 @@ def _request(
         wanted.targets,
         joined.copies,
         joined.others,
-        tuple(wanted.aliases),
-        collect.unexpected(),
-        tuple(wanted.missing),
-        (f"mesh {sized} ({sized.chosen})", *wanted.notes) if sized.names else tuple(wanted.notes),
-        MAX_BYTES if max_bytes is None else max_bytes,
-        merge_gap,
+        aliases=tuple(wanted.aliases),
+        unexpected=collect.unexpected(),
+        missing=tuple(wanted.missing),
+        notes=(f"mesh {sized} ({sized.chosen})", *wanted.notes) if sized.names else tuple(wanted.notes),
+        max_bytes=MAX_BYTES if max_bytes is None else max_bytes,
+        merge_gap=merge_gap,
         apart=rank == "all",
     )
     cast = as_dtype(dtype, framework)
     made = replace(made, notes=(*made.notes, *_cast_cost(made, cast)))
-    dtypes = {n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {}
     scales = {} if cast is None else _scales(made, checkpoint.config, cast)
     quantisation = (checkpoint.config or {}).get("quantization_config")
-    blocks = blocks_of(quantisation) if scales and isinstance(quantisation, Mapping) else None
-    doubles, tied = collect.doubles(), {} if view.target is None else view.target.ties
-    return _Request(made, framework, placements, like, cast, dtypes, doubles, ranks, wanted.notes, scales, blocks, tied)
+    return _Request(
+        plan=made,
+        framework=framework,
+        placements=placements,
+        like=like,
+        dtype=cast,
+        dtypes={n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {},
+        ties=collect.doubles(),
+        notes=wanted.notes,
+        scales=scales,
+        blocks=blocks_of(quantisation) if scales and isinstance(quantisation, Mapping) else None,
+        tied={} if view.target is None else view.target.ties,
+    )
 
 
 def _globs(word: str, globs: Any) -> list[str] | None:
