@@ -104,6 +104,14 @@ def in_parts(data: st.DataObject) -> Iterator[None]:
         yield
 
 
+def spoilt(made: Plan) -> dict[int, Any]:
+    """Return memory for the targets of a plan that holds nothing right yet, as memory that is given out again may."""
+    buffers = buffers_for(made)
+    for buffer in buffers.values():
+        buffer[:] = 0xA5
+    return buffers
+
+
 def test_interleaved_arrays_are_read_once_in_parts_of_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meshload.scheduling, "PART", 8)
     values = ramp("w", (64, 3, 16))
@@ -129,7 +137,7 @@ def test_without_a_gap_exactly_the_wanted_bytes_are_read(data: st.DataObject) ->
         box.append(slice(start, data.draw(st.integers(start, n))))
     order = data.draw(st.permutations(range(3)))
     made = plan_array(array[tuple(box)].transpose(*order), merge_gap=0, max_bytes=data.draw(st.sampled_from([1 << 10, 256 << 20])))
-    buffers = buffers_for(made)
+    buffers = spoilt(made)
     with in_parts(data):
         read(made, buffers)
     assert same_bits(values_of(buffers[0], made.targets[0]), values[tuple(box)].transpose(order))
@@ -146,12 +154,30 @@ def test_whatever_gap_and_ceiling_the_bits_are_the_same(data: st.DataObject) -> 
     columns = slice(data.draw(st.integers(0, values.shape[1] - 1)), None)
     gap, ceiling = data.draw(st.sampled_from([0, 8, 64, 5000])), data.draw(st.sampled_from([64, 600, 1 << 12, 1 << 28]))
     made = plan_array(array[:, columns].T, merge_gap=gap, max_bytes=ceiling)
-    buffers = buffers_for(made)
+    buffers = spoilt(made)
     with in_parts(data):
         read(made, buffers)
     assert same_bits(values_of(buffers[0], made.targets[0]), values[:, columns].T)
     assert (len(log.reads), log.nbytes) == (made.reads, made.read_bytes)
     assert made.peak_bytes <= ceiling
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_strides_are_read_overlapping_ones_too(data: st.DataObject) -> None:
+    """Sliding windows, what is expanded, and what runs backwards, in targets of any order."""
+    shape = data.draw(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(1, 5)))
+    strides = tuple(2 * data.draw(st.integers(-60, 60)) for _ in shape)
+    stored = ramp("w", (5000,), np.uint16)
+    values = np.ndarray(shape, stored.dtype, stored, 5000, strides)
+    source = InMemory("f", stored.tobytes(), gap=data.draw(st.sampled_from([0, 8, 4096])))
+    array = Array("w", stored.dtype, shape, piece(source, 5000, shape, 2, strides=strides))
+    order = data.draw(st.permutations(range(3)))
+    made = plan_array(array.transpose(*order), max_bytes=data.draw(st.sampled_from([64, 600, 1 << 12, 1 << 28])))
+    buffers = spoilt(made)
+    with in_parts(data):
+        read(made, buffers)
+    assert same_bits(values_of(buffers[0], made.targets[0]), np.ascontiguousarray(values.transpose(order)))
 
 
 def test_neighbours_within_the_gap_share_a_read() -> None:
@@ -185,7 +211,7 @@ def test_each_chunk_is_decoded_once_however_many_want_of_it() -> None:
     values, log = ramp("w", (12, 10)), Log()
     array = chunked(values, (4, 5), log)
     made = plan_array(concatenate([array[1:6].T, array[4:9].T], 1))
-    buffers = buffers_for(made)
+    buffers = spoilt(made)
     read(made, buffers)
     expected = np.concatenate([values[1:6].T, values[4:9].T], 1)
     assert same_bits(values_of(buffers[0], made.targets[0]), expected)
