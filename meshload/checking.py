@@ -28,7 +28,7 @@ from .pieces import boxes, piece
 from .reading import Progress, read_array
 from .requesting import missing_arrays, model_in
 from .scheduling import UNIT_COST
-from .source import Folder, LocalFolder, blobs_of, open_folder
+from .source import Folder, LocalFolder, blobs_of, closing_files, open_folder
 from .steps import differences
 from .writing import MAX_BYTES, Filling, fill, filling, nothing, share, unit_of
 
@@ -53,6 +53,7 @@ class Report:
         return not self.problems
 
 
+@closing_files()
 def check(
     path: Any, *, format: str | Format | None = None, config: Any = None, copies: bool = False, blobs: bool = False
 ) -> Report:

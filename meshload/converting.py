@@ -27,7 +27,7 @@ from .mesh import Mesh
 from .ranks import launched, resolved
 from .reading import Progress
 from .requesting import LayoutLike, missing_arrays, model_in
-from .source import Folder, LocalFolder, open_folder, read_bytes
+from .source import Folder, LocalFolder, closing_files, open_folder, read_bytes
 from .writing import FAILED, MAX_BYTES, Filling, fill, filling, locked, prepare, publish, put, remember, share, staging_of
 
 CARRIED = (
@@ -119,7 +119,7 @@ class Draft:
 
         Until the end nobody else may write there.
         """
-        with ExitStack() as held:
+        with closing_files(), ExitStack() as held:
 
             def make() -> None:
                 staging = prepare(self.target, resume=self.resume)

@@ -42,7 +42,7 @@ from .planning import plan as join
 from .ranks import resolved
 from .reading import Progress, buffers_for, read, values_of
 from .requesting import Collector, LayoutLike, all_names, missing_text, model_in, no_names, view_of
-from .source import Folder, open_folder
+from .source import Folder, closing_files, is_remote, open_folder
 from .wanting import Wanted
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def _uncollected() -> Iterator[None]:
 
 
 @_uncollected()
+@closing_files()
 def open(path: Any, *, format: str | Format | None = None, config: Any = None) -> Checkpoint:
     """Open a checkpoint: headers and indexes are read, no payload.
 
@@ -267,7 +268,7 @@ def restore(
         exchange: Whether the running processes share their reads: what several want is read once, and handed on by the process
             group. Then all of them must call, each with its own `like` if need be. By default they do where the checkpoint lies
             in an object store or on a network file system, and `mesh=` spans the group; a rank that is asked for by `rank=` reads
-            alone. The result is the same.
+            alone. The result is the same. Where it is local to some processes and remote to others, say True or False.
         max_bytes: Ceiling of memory that is neither result nor metadata; 256 MiB by default.
         merge_gap: Unwanted bytes that are read rather than skipped; by default 4 KiB locally, more for object stores.
         progress: True for a bar on the terminal, or a function of bytes done and bytes in all.
@@ -282,22 +283,22 @@ def restore(
     def prepare() -> tuple[_Request, Digest | None, Stream | None, dict[int, Any]]:
         request = _request(
             path,
-            mesh,
-            rank,
-            layout,
-            like,
-            into,
-            dtype,
-            names,
-            format,
-            config,
-            include,
-            exclude,
-            missing,
-            optimizer,
-            copies,
-            max_bytes,
-            merge_gap,
+            mesh=mesh,
+            rank=rank,
+            layout=layout,
+            like=like,
+            into=into,
+            dtype=dtype,
+            names=names,
+            format=format,
+            config=config,
+            include=include,
+            exclude=exclude,
+            missing=missing,
+            optimizer=optimizer,
+            copies=copies,
+            max_bytes=max_bytes,
+            merge_gap=merge_gap,
         )
         _warn(request)
         expected = digest if digest is None or isinstance(digest, Digest) else Digest.load(digest)
@@ -355,7 +356,7 @@ def _choice(exchange: bool | None, path: Any, mesh: Any, rank: Any, group: Group
         return Choice(False, "an open checkpoint was given")
     if group.size > 1 and not _spans(mesh, group):
         return Choice(False, "mesh= has not all processes that run")
-    if open_folder(path).is_remote:
+    if is_remote(path):
         return Choice(True, "an object store or a network file system")
     return Choice(False, "a local file system")
 
@@ -395,22 +396,22 @@ def plan(
     _check_exchange(exchange, rank)
     made = _request(
         path,
-        mesh,
-        rank,
-        layout,
-        like,
-        into,
-        dtype,
-        names,
-        format,
-        config,
-        include,
-        exclude,
-        missing,
-        optimizer,
-        copies,
-        max_bytes,
-        merge_gap,
+        mesh=mesh,
+        rank=rank,
+        layout=layout,
+        like=like,
+        into=into,
+        dtype=dtype,
+        names=names,
+        format=format,
+        config=config,
+        include=include,
+        exclude=exclude,
+        missing=missing,
+        optimizer=optimizer,
+        copies=copies,
+        max_bytes=max_bytes,
+        merge_gap=merge_gap,
     ).plan
     return replace(made, exchange=_choice(exchange, path, mesh, rank, running()))
 
@@ -426,7 +427,6 @@ class _Request:
     dtype: np.dtype[Any] | None
     dtypes: Mapping[str, np.dtype[Any] | None]
     ties: Sequence[tuple[str, str]]
-    ranks: tuple[int, ...]
     notes: Sequence[str]
     """What is right, but unexpected."""
     tied: Mapping[str, str]
@@ -549,6 +549,7 @@ class _Request:
 @_uncollected()
 def _request(
     path: Any,
+    *,
     mesh: Any,
     rank: Any,
     layout: LayoutLike,
@@ -586,15 +587,25 @@ def _request(
         raise LayoutError(f"copies={copies!r}: 'first', 'check' or 'mean' was expected")
     wanted = Wanted(copies=copies)
     placements: dict[str, Placement] = {}
-    collect = Collector(view, sized, foreign, ranks, layout, framework, wishes, wanted, placements, include, exclude)
+    collect = Collector(
+        view=view,
+        mesh=sized,
+        foreign=foreign,
+        ranks=ranks,
+        layout=layout,
+        framework=framework,
+        wishes=wishes,
+        wanted=wanted,
+        placements=placements,
+        include=include,
+        exclude=exclude,
+    )
     collect.weights()
     if optimizer:
         collect.moments(checkpoint)
     collect.check_globs()
     collect.check_shares()
-    for axis in collect.idle_axes():
-        same = f"its {sized.size_of(axis)} ranks hold the same"
-        wanted.notes.append(f"mesh axis {axis!r} cuts nothing in the default layout: {same}; pass layout= to use it")
+    collect.check_axes()
     wanted.notes += [f"{p.file}: {p.text}" for p in checkpoint.problems if checkpoint.config is None and not checkpoint.unavailable]
     if wanted.missing and missing == "error":
         raise MissingArray(missing_text(view, wanted.missing))
@@ -609,20 +620,28 @@ def _request(
         wanted.targets,
         joined.copies,
         joined.others,
-        tuple(wanted.aliases),
-        collect.unexpected(),
-        tuple(wanted.missing),
-        (f"mesh {sized} ({sized.chosen})", *wanted.notes) if sized.names else tuple(wanted.notes),
-        MAX_BYTES if max_bytes is None else max_bytes,
-        merge_gap,
+        aliases=tuple(wanted.aliases),
+        unexpected=collect.unexpected(),
+        missing=tuple(wanted.missing),
+        notes=(f"mesh {sized} ({sized.chosen})", *wanted.notes) if sized.names else tuple(wanted.notes),
+        max_bytes=MAX_BYTES if max_bytes is None else max_bytes,
+        merge_gap=merge_gap,
         apart=rank == "all",
     )
     made = replace(made, notes=(*made.notes, *_cast_cost(made, cast)))
-    dtypes = {n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {}
     if cast is not None:
         check_meaning({t.name: t.dtype for t in made.targets}, cast)
-    doubles, tied = collect.doubles(), {} if view.target is None else view.target.ties
-    return _Request(made, framework, placements, like, cast, dtypes, doubles, ranks, wanted.notes, tied)
+    return _Request(
+        plan=made,
+        framework=framework,
+        placements=placements,
+        like=like,
+        dtype=cast,
+        dtypes={n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {},
+        ties=collect.doubles(),
+        notes=wanted.notes,
+        tied={} if view.target is None else view.target.ties,
+    )
 
 
 def _globs(word: str, globs: Any) -> list[str] | None:

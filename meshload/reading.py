@@ -20,7 +20,7 @@ from .errors import CopiesDiffer, LimitError
 from .kernel import new_memory, touch, use_plain_pages
 from .planning import MAX_BYTES, Plan, Target, check_limit, plan_array
 from .scheduling import Batch, Chunk, Cut, Decoded, Schedule, Staged, boxes_of_cut
-from .source import Bytes, ByteSource, ChunkedSource, DecodingSource, LocalFile, RunSource, close_files, plain_runs
+from .source import Bytes, ByteSource, ChunkedSource, DecodingSource, LocalFile, RunSource, closing_files, plain_runs
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read."""
@@ -44,7 +44,7 @@ def read(plan: Plan, buffers: Mapping[int, Bytes], *, progress: Progress | None 
     done, total = 0, schedule.nbytes if progress else 0  # counting takes as long as naming all runs
     if progress:
         progress(0, total)
-    with ThreadPoolExecutor(max_workers=schedule.threads, thread_name_prefix="meshload") as pool:
+    with closing_files(), ThreadPoolExecutor(max_workers=schedule.threads, thread_name_prefix="meshload") as pool:
         waiting: set[Future[int]] = set()
         try:
             for batch in schedule.batches():
@@ -59,8 +59,6 @@ def read(plan: Plan, buffers: Mapping[int, Bytes], *, progress: Progress | None 
             for future in waiting:
                 future.cancel()
             raise
-        finally:
-            close_files()
 
 
 def _advance(finished: set[Future[int]], done: int, total: int, progress: Progress | None) -> int:

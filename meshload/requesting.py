@@ -209,13 +209,17 @@ class Collector:
         """Return the names of the whole model."""
         return [name for name, *_ in self.view.target.arrays()] if self.view.target else list(self.view.checkpoint)
 
-    def idle_axes(self) -> list[str]:
-        """Return the mesh axes, dp aside, that cut nothing under the default layout: a likely slip of the pen."""
+    def check_axes(self) -> None:
+        """Note the mesh axes, dp aside, that cut nothing under the default layout: a likely slip of the pen."""
         if self.layout is not None or self.wishes is not None or self.view.target is None:
-            return []
+            return
         layout = Layout.default()
-        used = {a for dim in layout.axes for a in layout.cutting(dim, self.mesh)}
-        return [a for a, n in zip(self.mesh.names, self.mesh.sizes, strict=True) if n > 1 and a != "dp" and a not in used]
+        used = {"dp", *(a for dim in layout.axes for a in layout.cutting(dim, self.mesh))}
+        for axis, n in zip(self.mesh.names, self.mesh.sizes, strict=True):
+            if n > 1 and axis not in used:
+                self.wanted.notes.append(
+                    f"mesh axis {axis!r} cuts nothing in the default layout: its {n} ranks hold the same; pass layout= to use it"
+                )
 
     def _keep(self, name: str) -> bool:
         if self.wishes is not None and name not in self.wishes:

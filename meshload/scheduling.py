@@ -487,8 +487,7 @@ def _ranges(copies: Copies, rows: Ints, inner: Ints, gaps: Ints, block: int) -> 
         fits = plain[alone[:, 0]] & (alone[:, 2] == 1)
         which = np.flatnonzero(single)[fits]
         more = _lines(copies, inner, alone[fits, 0], alone[fits, 1], staged[which, 1], staged[which, 2])
-        lines = np.concatenate([lines, more])
-        lines = lines[np.lexsort((lines[:, 1], lines[:, 0]))]
+        lines = _ascending(np.concatenate([lines, more]))
         staged = np.delete(staged, which, axis=0)
     cuts[:, 0] = rows[cuts[:, 0]]
     held = _holding(copies.sources)[lines[:, 0]]
@@ -502,8 +501,13 @@ def _lines(copies: Copies, inner: Ints, copy: Ints, index: Ints, start: Ints, le
     return np.stack([copies.source[copy], start, length, copies.target[copy], to], axis=1)
 
 
+def _ascending(lines: Ints) -> Ints:
+    found: Ints = lines[np.lexsort((lines[:, 1], lines[:, 0]))]
+    return found
+
+
 def _requests(lines: Ints, most: Ints) -> Ints:
-    """Cut runs that are longer than a request."""
+    """Cut runs that are longer than a request; others may begin within them."""
     counts = -(-lines[:, 2] // most)
     if (counts <= 1).all():
         return lines
@@ -513,7 +517,7 @@ def _requests(lines: Ints, most: Ints) -> Ints:
     found[:, 1] += skip
     found[:, 4] += skip
     found[:, 2] = np.minimum(found[:, 2] - skip, most[row])
-    return found
+    return _ascending(found)
 
 
 def merged(lines: Ints, gap: Ints, block: int) -> Ints:

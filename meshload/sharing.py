@@ -95,7 +95,7 @@ def share_out(copies: Copies, *, budget: int, slab: int = SLAB, shareable: Seque
     is_plain = units == 1
     low = np.where(is_plain, low, low // np.maximum(units, 1) * units)
     high = np.where(is_plain, high, low + units)
-    may: NDArray[np.bool_] = np.all(copies.strides >= 0, axis=1)
+    may: NDArray[np.bool_] = np.all((copies.strides > 0) | (copies.shape == 1), axis=1)  # forward, each element once
     if shareable is not None and len(copies):
         may = may & np.asarray(shareable, bool)[copies.source]
     region = _regions(copies.source, low, high, may)
@@ -206,7 +206,8 @@ def _cut(copies: Copies, region: Ints, low: Ints, high: Ints, edges: Ints, budge
 def clipped(copies: Copies, low: Ints, high: Ints) -> tuple[Copies, Ints]:
     """Return the parts of copies whose elements begin in `[low, high)` of their source, and the copy that each is a part of.
 
-    Dims stand by falling stride. Of each dim at most two indices straddle an edge; these go on to the next dim.
+    Dims stand by falling stride, above 0 where there are several indices. Of each dim at most two indices straddle an edge; these
+    go on to the next dim.
     """
     made: list[tuple[Copies, Ints]] = []
     which = np.arange(len(copies))
@@ -215,7 +216,7 @@ def clipped(copies: Copies, low: Ints, high: Ints) -> tuple[Copies, Ints]:
         if not len(rest):
             break
         extent = rest.shape[:, d]
-        step = np.where((extent == 1) | (rest.strides[:, d] == 0), 1 << 62, rest.strides[:, d])
+        step = np.where(extent == 1, 1 << 62, rest.strides[:, d])
         reach = rest.itemsize + ((rest.shape[:, d + 1 :] - 1) * rest.strides[:, d + 1 :]).sum(axis=1)
         from_low, to_high = low - rest.offset, high - rest.offset
         first = np.maximum(0, (from_low - reach) // step + 1)  # the first index that is not all before `low`

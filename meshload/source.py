@@ -13,6 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -147,16 +148,10 @@ def read_bytes(source: ByteSource, start: int = 0, stop: int | None = None) -> b
 
 def open_folder(path: Any) -> Folder:
     """Return the folder that a path, a TensorStore key-value URL or an open KvStore means."""
-    if hasattr(path, "read") and hasattr(path, "spec"):
+    if _is_store(path):
         return KeyValueFolder(path, _url(path))
-    text = os.fspath(path)
-    if isinstance(text, bytes):
-        text = os.fsdecode(text)
-    if not text or "\0" in text:
-        raise FormatError(f"path {text!r} is empty, or holds a NUL")
-    if text.startswith("file://"):
-        text = unquote(text.removeprefix("file://"))  # a URL, as TensorStore and `KvStore.url` have it
-    elif re.match(r"[a-z][a-z0-9+.-]*:(//|[a-z])", text):
+    text = _text(path)
+    if URL.match(text):
         return _open_url(text)
     try:
         local = Path(text).expanduser()
@@ -169,6 +164,29 @@ def open_folder(path: Any) -> Folder:
     hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text)
     more = "; an id of the Hugging Face Hub is fetched first: huggingface_hub.snapshot_download tells the folder" if hub else ""
     raise FormatError(f"{text}: there is no such file or folder{more}")
+
+
+def is_remote(path: Any) -> bool:
+    """Say whether a path means an object store or a network file system. It is not opened: that might fail on some ranks alone."""
+    if _is_store(path):
+        return KeyValueFolder(path, _url(path)).is_remote
+    text = _text(path)
+    return KeyValueFolder(None, text).is_remote if URL.match(text) else LocalFolder(Path(os.path.expanduser(text))).is_remote
+
+
+URL = re.compile(r"[a-z][a-z0-9+.-]*:(//|[a-z])")
+
+
+def _is_store(path: Any) -> bool:
+    return hasattr(path, "read") and hasattr(path, "spec")
+
+
+def _text(path: Any) -> str:
+    """Return a path as text; of a local one that is given as a URL, as TensorStore and `KvStore.url` have it, the path."""
+    text = os.fsdecode(path)
+    if not text or "\0" in text:
+        raise FormatError(f"path {text!r} is empty, or holds a NUL")
+    return unquote(text.removeprefix("file://")) if text.startswith("file://") else text
 
 
 def around(folder: Folder) -> Folder:
@@ -277,12 +295,12 @@ class LocalFile:
 
     def expect(self, start: int, length: int) -> None:
         """Have the disk read a range, where its end is not in memory: a read of the whole would ask for it bit by bit."""
-        if hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise"):
+        if hasattr(os, "RWF_NOWAIT"):
             descriptor = _descriptor(self)
             try:
                 os.preadv(descriptor.number, [bytearray(1)], start + length - 1, os.RWF_NOWAIT)
             except BlockingIOError:
-                os.posix_fadvise(descriptor.number, start, length, os.POSIX_FADV_WILLNEED)
+                _ask_disk(descriptor.number, start, length)
             except OSError:  # a file system that cannot tell; or an error, which reading meets again
                 pass
 
@@ -304,10 +322,10 @@ class LocalFile:
         file = descriptor.number  # as long as there is `descriptor`
         done = read_queued(file, runs[:, 1], runs[:, 2], addresses, cached=True)
         left = np.flatnonzero(~done)
-        if len(left) and hasattr(os, "posix_fadvise"):
+        if len(left):
             held = np.add.reduceat(done, ranges[:, 3] - ranges[0, 3], dtype=np.int64)
             for start, length in ranges[held < ranges[:, 4] - ranges[:, 3], 1:3].tolist():
-                os.posix_fadvise(file, start, length, os.POSIX_FADV_WILLNEED)
+                _ask_disk(file, start, length)
             done[left] = read_queued(file, runs[left, 1], runs[left, 2], addresses[left], cached=False)
         if not done.all():  # there is no queue; or an error, which is met again
             plain_runs(self, ranges, runs, buffers)
@@ -317,6 +335,13 @@ class LocalFile:
 
     def _ended(self, at: int, stop: int) -> SourceError:
         return SourceError(f"{self.name}: ends at byte {at}, expected {stop}; it was cut while being read")
+
+
+def _ask_disk(file: int, start: int, length: int) -> None:
+    """Have the disk read a range into memory, where the system can be asked for that."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(file, start, length, os.POSIX_FADV_WILLNEED)
 
 
 def _addresses(name: str, runs: Ints, buffers: Mapping[int, Bytes]) -> Ints:
@@ -345,9 +370,13 @@ def _descriptor(file: LocalFile) -> _Descriptor:
     return found
 
 
-def close_files() -> None:
-    """Let go of descriptors; those that others use stay open as long."""
-    _descriptor.cache_clear()
+@contextmanager
+def closing_files() -> Iterator[None]:
+    """Let go of open files in the end; those that others read stay open as long."""
+    try:
+        yield
+    finally:
+        _descriptor.cache_clear()
 
 
 class _Descriptor:

@@ -300,6 +300,14 @@ def check_b80_all_raise_where_one_fails_and_nothing_is_published(world: World) -
     assert not (world.out / "b80").exists()
 
 
+def check_the_default_device_of_tensors_is_not_used(world: World) -> None:
+    """Callers who make modules on a device restore there, too."""
+    with torch.device("meta"):
+        found = meshload.restore(world.path, mesh="tp=4", exchange=True)
+    alone = meshload.restore(world.path, mesh="tp=4", exchange=False)
+    assert all(torch.equal(alone[name].view(torch.int16), found[name].view(torch.int16)) for name in alone)
+
+
 def check_a_small_ceiling_takes_more_rounds(world: World) -> None:
     alone = meshload.restore(world.path, mesh="tp=4", exchange=False)
     together = meshload.restore(world.path, mesh="tp=4", exchange=True, max_bytes=1 << 14)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -325,6 +326,38 @@ def test_a_copy_is_only_begun_and_waited_for_before_its_memory_is_used_again(cud
     assert ring.memory(16)[:8].base is memory.base
     assert cuda.left == 0
     assert landed.tensor[1].tolist() == [1, 2]
+
+
+def test_what_is_copied_is_kept_until_it_has_arrived(cuda: Streams) -> None:
+    ring = _cuda.Ring(lambda _: "cpu", lambda dtype, _: getattr(torch, dtype.name))
+    landed = ring.landing("w", (8,), np.dtype("float32"), None, None)  # type: ignore[arg-type]
+    assert landed is not None
+    values = np.arange(8, dtype=np.float32)
+    there = weakref.ref(values)
+    landed.write(0, values)
+    cuda.waiting[0].copies.clear()  # which hold it, as a device does not
+    del values
+    assert there() is not None
+    ring.wait()
+    assert there() is None
+
+
+def test_a_copy_is_waited_for_even_where_what_follows_it_fails(cuda: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = _cuda.Ring(lambda _: "cpu", lambda dtype, _: getattr(torch, dtype.name))
+    landed = ring.landing("w", (8,), np.dtype("float32"), None, None)  # type: ignore[arg-type]
+    assert landed is not None
+    delayed = torch.Tensor.copy_
+
+    def full(there: Any, here: Any, non_blocking: bool = False) -> None:
+        delayed(there, here, non_blocking=non_blocking)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "copy_", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        landed.write(0, np.arange(8, dtype=np.float32))
+    assert cuda.left == 1
+    ring.wait()
+    assert cuda.left == 0
 
 
 def test_memory_that_is_filled_again_too_early_gives_wrong_bytes(

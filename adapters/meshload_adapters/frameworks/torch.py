@@ -192,10 +192,10 @@ class _Processes:
         import torch.distributed as dist
 
         group = _telling()
-        mine = torch.tensor([len(data)], dtype=torch.int64)
+        mine = torch.tensor([len(data)], dtype=torch.int64, device="cpu")  # whatever the caller's default device is
         lengths = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(lengths, mine, group=group)
-        padded = torch.zeros(max(1, *(int(n) for n in lengths)), dtype=torch.uint8)
+        padded = torch.zeros(max(1, *(int(n) for n in lengths)), dtype=torch.uint8, device="cpu")
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = [torch.empty_like(padded) for _ in range(self.size)]
@@ -255,7 +255,7 @@ def tensor_of(values: Any, device: Any = None, stored: str | None = None) -> Any
         return values  # it was filled where it is
     own = torch_dtype(values.dtype, stored)
     if not values.size:
-        return torch.empty(values.shape, dtype=own, device=device)
+        return torch.empty(values.shape, dtype=own, device="cpu" if device is None else device)
     if not (values.flags.writeable and values.flags.c_contiguous):
         values = values.copy()
     own_bits = values if values.dtype.isbuiltin == 1 else values.view(np.dtype(f"u{values.dtype.itemsize}"))
@@ -277,7 +277,7 @@ def _held(tensor: Any) -> Held:
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "placements") else local
     local = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    flat = local.view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8)
+    flat = local.view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
     return lambda start, stop: np.asarray(flat[start:stop].cpu().numpy())
 
 
