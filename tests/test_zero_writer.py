@@ -62,7 +62,7 @@ def trained(folder: Path, family: str, dtype: Any = np.float32, names: str = "hf
         held = meshload.open(write_checkpoint(folder / kind, arrays))
         moments[kind] = dict(held.arrays)
     made = with_views(replace(weights, optimizer=moments, names="native")).with_names(names)
-    ordered = sorted(made, key=lambda n: int(n.split(".")[0])) if names == "gpt_neox" else list(made)
+    ordered = sorted(made, key=lambda n: -1 if n.startswith("tied") else int(n.split(".")[0])) if names == "gpt_neox" else list(made)
     groups = [[n for n in ordered if (made[n].ndim > 1) is is_matrix] for is_matrix in (True, False)]
     return replace(made, meta={**made.meta, "groups": groups, "optimizer": {"step": 7, "param_groups": GROUPS}})
 
