@@ -128,7 +128,7 @@ def _copies(name: str, held: Sequence[Array], ranks: int, cut: Cut, kind: str) -
 
 
 def _overlaid(tables: Sequence[Pieces]) -> Pieces:
-    """Return the pieces of an array that each table holds whole, as copies: its rows are cut where those of any other are."""
+    """Return pieces that are copies of each other, each a table's: its rows are cut where those of any other are."""
     found = []
     for table in tables:
         for other in tables:
@@ -241,14 +241,15 @@ def _joined_boxes(name: str, shards: Sequence[Array | None], cut: AffineCut, kin
         if (0 if shard is None else shard.size) != math.prod(shape):
             raise Refused(f"the shard of rank {rank} has {shard.size if shard else 0} elements, its affine map says {shape}")
         seen.append(None if shard is None else reshaped(shard, shape))
-    tables = []
+    tables: dict[tuple[Shape, Shape], list[Pieces]] = {}
     for rank, shape, to, start in cut.boxes:
         shard = seen[rank]
         if shard is not None:
-            tables.append(shard[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))].pieces.place(to))
+            held = shard[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+            tables.setdefault((to, shape), []).append(held.pieces.place(to))
     first = next(s for s in seen if s is not None)
     step = None if cut.scale == 1 else Step("/", cut.scale)
-    return Array(name, first.dtype, cut.shape, union(tables), first.stored, step)
+    return Array(name, first.dtype, cut.shape, union([_overlaid(copies) for copies in tables.values()]), first.stored, step)
 
 
 # --- who tells how it is cut ------------------------------------------------------------------------------------------
