@@ -37,6 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 COPIES = {"*.dense.bias": None, "*.linear2.bias": None}
 """What GPT-NeoX has without `gpt_j_residual`."""
+GOLDEN = Path(__file__).parent / "golden/deepspeed"
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 GROUPS = [{"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}, {"lr": 0.2, "betas": (0.9, 0.95), "weight_decay": 0.0}]
 
@@ -62,7 +63,9 @@ def trained(folder: Path, family: str, dtype: Any = np.float32, names: str = "hf
         held = meshload.open(write_checkpoint(folder / kind, arrays))
         moments[kind] = dict(held.arrays)
     made = with_views(replace(weights, optimizer=moments, names="native")).with_names(names)
-    ordered = sorted(made, key=lambda n: -1 if n.startswith("tied") else int(n.split(".")[0])) if names == "gpt_neox" else list(made)
+    ordered = (
+        sorted(made, key=lambda n: -1 if n.startswith("tied") else int(n.split(".")[0])) if names == "gpt_neox" else list(made)
+    )
     groups = [[n for n in ordered if (made[n].ndim > 1) is is_matrix] for is_matrix in (True, False)]
     return replace(made, meta={**made.meta, "groups": groups, "optimizer": {"step": 7, "param_groups": GROUPS}})
 
@@ -275,7 +278,7 @@ def test_pipelines_are_read_and_written_with_other_stages(tmp_path: Path) -> Non
 
 
 def test_a_tie_of_a_pipeline_is_written_where_its_layer_is_told(tmp_path: Path) -> None:
-    golden = meshload.open(Path(__file__).parent / "golden/deepspeed/pp2-dp2-bf16opt-tied")
+    golden = meshload.open(GOLDEN / "pp2-dp2-bf16opt-tied")
     assert golden.meta["tied"] == {"embed": 0}
     meshload.convert(
         golden, tmp_path / "out", to=DeepSpeed(stage=1, pipeline=True), mesh="dp=3", layout="replicated", optimizer=True
@@ -318,7 +321,7 @@ def test_a_tie_over_stages_is_in_the_file_of_its_layer_and_in_the_partitions_of_
         shapes = root_of(tag / f"mp_rank_{mp:02d}_model_states.pt")["param_shapes"][0]
         assert (next(iter(shapes)) == tie) is (stage in (0, ranks["pp"] - 1))
         if tie in shapes:
-            key = "_mp_rank_{:02d}_optim_states.optimizer_state_dict.single_partition_of_fp32_groups.0".format(mp)
+            key = f"_mp_rank_{mp:02d}_optim_states.optimizer_state_dict.single_partition_of_fp32_groups.0"
             flat = np.concatenate([np.asarray(files[f"zero_pp_rank_{d}{key}"]) for d in range(ranks["dp"])])
             master = np.asarray(src.optimizer["master"][tie])[t * rows : (t + 1) * rows]
             assert same_bits(flat[: master.size], master.reshape(-1))
@@ -346,6 +349,41 @@ def test_tensor_parallel_ranks_may_share_an_array_in_any_boxes(tmp_path: Path) -
     }
 
 
+def test_experts_are_written_as_deepspeed_writes_them_and_come_back_from_other_ranks(tmp_path: Path) -> None:
+    golden = GOLDEN / "moe-ep2-dp2-z2-fp32"
+    src = meshload.open(golden)
+    assert [n.split(".")[-3] for n in src.meta["groups"][1]] == list("000111222333")
+    for i, mesh in enumerate(("dp=1,ep=2", "dp=2,ep=4", "dp=3,ep=1", "ep=2")):
+        made = meshload.open(tmp_path / str(i - 1)) if i else src
+        to = DeepSpeed(stage=2 - i % 2)
+        meshload.convert(made, tmp_path / str(i), to=to, mesh=mesh, layout="replicated", optimizer=True)
+        back = meshload.open(tmp_path / str(i))
+        assert back.problems == ()
+        assert differing(src, back) == []
+        assert back.meta["groups"] == src.meta["groups"]
+        experts = back.meta["optimizer"]["param_groups"][1]
+        assert (experts["name"], experts["moe"]) == (f"ep_size_{mesh[-1]}", True)
+    theirs, tag = golden / "global_step2", tmp_path / "0/global_step2"
+    assert sorted(f.name for f in tag.iterdir()) == sorted(f.name for f in theirs.iterdir())
+    expected = stored(golden, "global_step2")
+    for out in (tmp_path / "0", tmp_path / "3"):
+        found = stored(out, "global_step2")
+        assert sorted(found) == sorted(expected)
+        assert [n for n, a in expected.items() if not same_bits(found[n], a)] == []
+    ours, its = (root_of(folder / "mp_rank_00_model_states.pt") for folder in (tag, theirs))
+    assert [list(ours[k]) for k in ("param_shapes", "num_experts", "module")] == [
+        list(its[k]) for k in ("param_shapes", "num_experts", "module")
+    ]
+    for rank in range(2):
+        file = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        one, other = (root_of(folder / file)["optimizer_state_dict"] for folder in (tag, theirs))
+        assert [(k, one[k]) for k in ("partition_count", "group_paddings", "param_alignment_paddings")] == [
+            (k, other[k]) for k in ("partition_count", "group_paddings", "param_alignment_paddings")
+        ]
+        for mine, its in zip(one["param_slice_mappings"], other["param_slice_mappings"], strict=True):
+            assert {n: f.state for n, f in mine.items()} == {n: f.state for n, f in its.items()}
+
+
 def test_what_no_engine_could_have_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     llama, neox = trained(tmp_path / "llama", "llama"), trained(tmp_path / "neox", "gpt_neox")
 
@@ -361,7 +399,11 @@ def test_what_no_engine_could_have_saved_is_refused_before_anything_is_written(t
     beyond = r"embed_tokens.weight: the 16 ranks of tp hold .*\(2, 16\) at \(0, 0\).* of \(26, 16\)"  # its last ranks have none
     refused(beyond, llama, DeepSpeed(), "tp=16", layout=Layout({"vocab": "tp"}))
     refused("the layout cuts it over dp, which ZeRO itself does", neox, DeepSpeed(), "tp=2,dp=2", layout=Layout.default(dp="cut"))
-    refused("ep=2: only pp, tp and dp", llama, DeepSpeed(), "ep=2")
+    refused("ep=2: no array is an expert's of DeepSpeed's MoE", llama, DeepSpeed(parameters=list(llama)), "ep=2")
+    refused("cp=2: only pp, tp, dp and ep", llama, DeepSpeed(), "cp=2")
+    moe = meshload.open(GOLDEN / "moe-ep2-dp2-z2-fp32")
+    refused("engines of stage 1 or 2 without a pipeline can have experts", moe, DeepSpeed(stage=3), "ep=2", layout="replicated")
+    refused("are 4 experts, of which ranks have equal numbers", moe, DeepSpeed(), "ep=3", layout="replicated")
     refused("which cannot be written, and one of which all have copies without", shown, DeepSpeed(stage=1, pipeline=True), "tp=2")
     tied = trained(tmp_path / "qwen2", "qwen2")
     refused("gpt_neox", tied, DeepSpeed(stage=1, pipeline=True), "pp=2")

@@ -87,9 +87,8 @@ from ._zero import (
     scalar,
 )
 from ._zero_find import has_tag, is_tag, tag_named, tags
-from ._zero_save import Optimizer, Save, order_told, read_config, read_save
+from ._zero_save import EXPERT_NAME, Optimizer, Save, order_told, read_config, read_save
 from ._zero_weights import (
-    EXPERT_NAME,
     LARGE,
     Weights,
     checkpoint_of,

@@ -27,7 +27,7 @@ from ._cuts import Cut, Declared, adds_up, declared_cut
 from ._torch_writer import NewTensor, dtype_of, laid_out, new_tensor
 from ._zero import dict_of
 from ._zero_files import UNIVERSAL_VERSION, Training, model_states, partitions, partitions_of_stage3, size, training_of
-from ._zero_save import LAYER_NAME
+from ._zero_save import EXPERT_NAME, LAYER_NAME
 from ._zero_weights import TIED
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def files(
     like: Checkpoint, training: Training, groups: Sequence[Sequence[str]], parts: Parts, engine: Engine
 ) -> Iterator[tuple[str, Any]]:
     """Go through the files in the folder of a tag, with what is saved in each; `groups` are the optimizer's, in its order."""
-    pp, tp, dp = degrees_of(parts.mesh)
+    pp, tp, dp, ep = degrees_of(parts.mesh)
+    layers = _expert_layers(like)
     ranks, cuts = _ranks(like, parts, pp, tp)
     _check(like, training, ranks, engine)
     if tp > 1 and like.names == "gpt_neox":
@@ -73,12 +74,19 @@ def files(
     if engine.is_pipeline:
         like = replace(like, aliases={})  # they are the ties
     written: set[str] = set()
+    if ep > 1 and not layers:
+        raise LayoutError(
+            f"mesh: ep={ep}: no array is an expert's of DeepSpeed's MoE (...deepspeed_moe.experts.deepspeed_experts.N...)"
+        )
     dtypes = {kind: dtype_of(next(iter(like.optimizer[kind].values()))) for kind in training.kinds}
     prefix = "bf16_" if engine.is_bf16 else ""
     for mp, rank in enumerate(ranks):
         held = [{n: rank.shape_of[n] for n in group if n in rank.shape_of} for group in groups]
+        experts = [ep if any(map(EXPERT_NAME.fullmatch, group)) else 0 for group in held]
+        held = [_of_one(group, ep) if n else group for group, n in zip(held, experts, strict=True)]
         cut = [_sub_groups(group, dp, engine.sub_group_size) for group in held] if engine.stage == 3 else [held]
         module = _module(like, rank, training if engine.stage == 3 else None)
+        apart = {n: module.pop(n) for n in list(module) if EXPERT_NAME.fullmatch(n)}
         state = model_states(
             like,
             None if engine.is_pipeline else module,
@@ -89,6 +97,12 @@ def files(
             degrees=(pp, tp),
             is_first=mp == 0,
         )
+        if layers:
+            state["num_experts"] = list(layers.values())
+        for (number, layer), expert in itertools.product(enumerate(layers), range(max(layers.values(), default=0))):
+            mine = {n: t for n, t in apart.items() if n.startswith(f"{layer}{expert}.")}
+            if mine:
+                yield f"layer_{number}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt", mine
         if engine.stage == 3:
             whole = [n for n in rank.shape_of if not _is_partitioned(like, training, n)]
             more = {"buffer_names": whole, **_frozen(like, rank, training, dp)}
@@ -98,7 +112,7 @@ def files(
             roots = partitions_of_stage3(training, cut, dtypes, dp)
         else:
             yield f"mp_rank_{mp:02d}_model_states.pt", state
-            roots = partitions(training, held, dtypes, dp, engine.stage)
+            roots = partitions(training, held, dtypes, dp, engine.stage, experts)
         for d, root in enumerate(roots):
             yield f"{prefix}zero_pp_rank_{d}_mp_rank_{mp:02d}_optim_states.pt", root
         for layer, tensors in _layers(module, engine).items() if engine.is_pipeline else ():
@@ -111,14 +125,52 @@ def files(
 # --- which rank holds what --------------------------------------------------------------------------------------------
 
 
-def degrees_of(mesh: Mesh) -> tuple[int, int, int]:
-    """Return how many pipeline stages, tensor-parallel and data-parallel ranks a mesh has; other axes are refused."""
-    others = {axis: n for axis, n in zip(mesh.names, mesh.sizes, strict=True) if n > 1 and axis not in ("pp", "tp", "dp")}
+def degrees_of(mesh: Mesh) -> tuple[int, int, int, int]:
+    """Return how many pipeline stages, tensor-parallel, data-parallel and, among these, expert-parallel ranks a mesh has.
+
+    Other axes are refused.
+    """
+    others = {axis: n for axis, n in zip(mesh.names, mesh.sizes, strict=True) if n > 1 and axis not in ("pp", "tp", "dp", "ep")}
     if others:
         axes = ", ".join(f"{axis}={n}" for axis, n in others.items())
-        raise LayoutError(f"mesh: {axes}: only pp, tp and dp can be written as DeepSpeed's own files")
-    pp, tp, dp = (mesh.size_of(axis) if axis in mesh else 1 for axis in ("pp", "tp", "dp"))
-    return pp, tp, dp
+        raise LayoutError(f"mesh: {axes}: only pp, tp, dp and ep can be written as DeepSpeed's own files")
+    pp, tp, dp, ep = (mesh.size_of(axis) if axis in mesh else 1 for axis in ("pp", "tp", "dp", "ep"))
+    return pp, tp, dp * ep, ep
+
+
+def _expert_layers(like: Checkpoint) -> dict[str, int]:
+    """Return the MoE layers, by what their experts' names begin with, in the module's order: how many experts each has."""
+    numbers: dict[str, set[int]] = {}
+    for match in filter(None, map(EXPERT_NAME.fullmatch, like.arrays)):
+        numbers.setdefault(match[1], set()).add(int(match[2]))
+    wrong = next((layer for layer, found in numbers.items() if found != set(range(len(found)))), None)
+    if wrong is not None:
+        raise LayoutError(f"{wrong}*: experts {listing(map(str, sorted(numbers[wrong])))} are there, some are missing")
+    names = {layer: layer.removesuffix("experts.deepspeed_experts.") for layer in numbers}  # those of its gate, too
+    return {layer: len(numbers[layer]) for n in like.arrays for layer in numbers if n.startswith(names[layer])}
+
+
+def _of_one(group: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
+    """Return a group of experts as each of the expert-parallel ranks has it, which counts its own experts from 0."""
+    matches = {name: EXPERT_NAME.fullmatch(name) for name in group}
+    others = [name for name, match in matches.items() if match is None]
+    if others:
+        raise LayoutError(f"optimizer: {others[0]} is in a group with experts, which DeepSpeed has in groups of their own")
+    count: dict[str, int] = {}
+    for match in filter(None, matches.values()):
+        count[match[1]] = max(count.get(match[1], 0), int(match[2]) + 1)
+    found: list[dict[str, Shape]] = [{} for _ in range(ranks)]
+    for name, match in matches.items():
+        assert match is not None
+        if count[match[1]] % ranks:
+            raise LayoutError(f"mesh: ep={ranks}: {match[1]}* are {count[match[1]]} experts, of which ranks have equal numbers")
+        rank, i = divmod(int(match[2]), count[match[1]] // ranks)
+        found[rank][f"{match[1]}{i}{match[3]}"] = group[name]
+    if any(list(one.items()) != list(found[0].items()) for one in found):
+        raise LayoutError(
+            f"optimizer: its experts differ in order or shape ({next(iter(group))} ...), ranks of ep={ranks} must not"
+        )
+    return found[0]
 
 
 Told = int | None | dict[str, Any]
@@ -176,8 +228,8 @@ def _cut(name: str, shape: Shape, boxes: Sequence[Box | None]) -> Told:
             return _affine(shape, known)
     found = listing(("nothing" if box is None else f"{box.shape} at {box.start}" for box in boxes), 4)
     raise LayoutError(
-        f"{name}: the {count} ranks of tp hold {found} of {shape}; DeepSpeed's own files can say that each holds a box of it, which "
-        f"others hold, too, or have nothing of"
+        f"{name}: the {count} ranks of tp hold {found} of {shape}; DeepSpeed's own files can say that each holds a box of it, "
+        f"which others hold, too, or have nothing of"
     )
 
 
@@ -224,6 +276,9 @@ def _check(like: Checkpoint, training: Training, ranks: Sequence[Rank], engine: 
             last = max(numbers, default=last)
     elif any(rank.stage for rank in ranks):
         raise LayoutError("mesh: stages are those of a PipelineModule; say DeepSpeed(stage=1, pipeline=True), or leave out pp")
+    experts = next((n for n in like.arrays if EXPERT_NAME.fullmatch(n)), None)
+    if experts is not None and (engine.is_pipeline or engine.stage == 3):
+        raise LayoutError(f"{experts}: engines of stage 1 or 2 without a pipeline can have experts; say DeepSpeed(stage=2)")
     if engine.stage == 3:
         wide = [n for n in training.shape_of if like.arrays[n].dtype.itemsize > 4]
         half = [n for n in training.shape_of if dtype_of(like.arrays[n]) == "float16"]

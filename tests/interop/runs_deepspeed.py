@@ -9,6 +9,7 @@ and masters and moments by name, whole, as they are after loading (`start/`) and
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -42,6 +45,8 @@ class Run:
     dtype: str = "fp32"
     pp: int = 1
     tp: int = 1
+    ep: int = 0
+    """Of a `llama`: how many ranks share the experts of its last layer, 0 where it has none."""
     tied: bool = False
     grouped: bool = False
     """Whether vectors are a group of their own, without decay."""
@@ -121,6 +126,11 @@ class Mlp(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Experts(MoE):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0]
+
+
 class Block(nn.Module):
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -150,6 +160,8 @@ class Llama(nn.Module):
     def __init__(self, run: Run) -> None:
         super().__init__()
         self.model, self.lm_head = Body(run.tp), nn.Linear(HIDDEN, VOCAB, bias=False)
+        if run.ep:
+            self.model.layers[-1].mlp = Experts(HIDDEN, Mlp(), 4, run.ep, drop_tokens=False)
         if run.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -400,6 +412,8 @@ def engine_of(run: Run) -> Any:
     if run.grouped:
         matrices, vectors = ([p for p in parameters if (p.ndim > 1) is some] for some in (True, False))
         parameters = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    if run.ep:
+        parameters = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
     told: dict[str, Any] = {"lr": 2e-2, "betas": (0.9, 0.95), "eps": 1e-3}  # a small eps makes steps of gradients that are noise
     if run.load:
         told = {"lr": 0.5, "betas": (0.1, 0.2), "eps": 1e-8}
@@ -451,6 +465,9 @@ def states(engine: Any, run: Run, when: str) -> dict[str, Any]:
     """Return weights, masters and moments, whole."""
     found: dict[str, Any] = {}
     for name, parameter in engine.module.named_parameters():
+        if not getattr(parameter, "allreduce", True):  # an expert's, which ranks count from 0
+            before, number, after = re.split(r"(?<=deepspeed_experts\.)(\d+)", name)
+            name = f"{before}{int(number) + 4 // run.ep * (dist.get_rank() % run.ep)}{after}"
         of = {"master": safe_get_full_fp32_param(parameter)}
         for kind in ("exp_avg", "exp_avg_sq"):
             full = safe_get_full_optimizer_state if run.stage == 3 else None

@@ -127,6 +127,14 @@ JOURNEYS = {
         {**LLAMA, "stage": 3, "universal": True},
         SUMS,
     ),
+    "from two expert-parallel ranks to one and back": Journey(
+        {**LLAMA, "stage": 2, "ep": 2},
+        {"to": DeepSpeed(stage=1), "mesh": "dp=1"},
+        {**LLAMA, "ep": 1},
+        {"to": DeepSpeed(stage=2), "mesh": "ep=2"},
+        {**LLAMA, "stage": 2, "ep": 2},
+        SUMS,
+    ),
     "from two ranks to one, and four tensor-parallel ranks of two kv heads": Journey(
         LLAMA,
         {"to": DeepSpeed(stage=1), "mesh": "dp=1"},
