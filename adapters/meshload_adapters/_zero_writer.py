@@ -86,7 +86,7 @@ def files(
         held = [_of_one(group, ep) if n else group for group, n in zip(held, experts, strict=True)]
         cut = [_sub_groups(group, dp, engine.sub_group_size) for group in held] if engine.stage == 3 else [held]
         module = _module(like, rank, training if engine.stage == 3 else None)
-        apart = {n: module.pop(n) for n in list(module) if EXPERT_NAME.fullmatch(n)}
+        apart = _experts(module, layers)
         state = model_states(
             like,
             None if engine.is_pipeline else module,
@@ -99,10 +99,8 @@ def files(
         )
         if layers:
             state["num_experts"] = list(layers.values())
-        for (number, layer), expert in itertools.product(enumerate(layers), range(max(layers.values(), default=0))):
-            mine = {n: t for n, t in apart.items() if n.startswith(f"{layer}{expert}.")}
-            if mine:
-                yield f"layer_{number}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt", mine
+        for expert, tensors in apart.items():
+            yield f"{expert}_mp_rank_{mp:02d}_model_states.pt", tensors
         if engine.stage == 3:
             whole = [n for n in rank.shape_of if not _is_partitioned(like, training, n)]
             more = {"buffer_names": whole, **_frozen(like, rank, training, dp)}
@@ -152,20 +150,19 @@ def _expert_layers(like: Checkpoint) -> dict[str, int]:
 
 def _of_one(group: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
     """Return a group of experts as each of the expert-parallel ranks has it, which counts its own experts from 0."""
-    matches = {name: EXPERT_NAME.fullmatch(name) for name in group}
-    others = [name for name, match in matches.items() if match is None]
-    if others:
-        raise LayoutError(f"optimizer: {others[0]} is in a group with experts, which DeepSpeed has in groups of their own")
+    matches = [match for match in map(EXPERT_NAME.fullmatch, group) if match]
+    if len(matches) < len(group):
+        other = next(name for name in group if not EXPERT_NAME.fullmatch(name))
+        raise LayoutError(f"optimizer: {other} is in a group with experts, which DeepSpeed has in groups of their own")
     count: dict[str, int] = {}
-    for match in filter(None, matches.values()):
+    for match in matches:
         count[match[1]] = max(count.get(match[1], 0), int(match[2]) + 1)
     found: list[dict[str, Shape]] = [{} for _ in range(ranks)]
-    for name, match in matches.items():
-        assert match is not None
+    for match in matches:
         if count[match[1]] % ranks:
             raise LayoutError(f"mesh: ep={ranks}: {match[1]}* are {count[match[1]]} experts, of which ranks have equal numbers")
         rank, i = divmod(int(match[2]), count[match[1]] // ranks)
-        found[rank][f"{match[1]}{i}{match[3]}"] = group[name]
+        found[rank][f"{match[1]}{i}{match[3]}"] = group[match[0]]
     if any(list(one.items()) != list(found[0].items()) for one in found):
         raise LayoutError(
             f"optimizer: its experts differ in order or shape ({next(iter(group))} ...), ranks of ep={ranks} must not"
@@ -194,6 +191,8 @@ def _ranks(like: Checkpoint, parts: Parts, pp: int, tp: int) -> tuple[list[Rank]
             raise LayoutError(f"{name}: {what}, which can be written as a universal checkpoint alone")
         cuts[name] = _cut(name, array.shape, [held.get((stages[0], t)) for t in range(tp)])
         for (p, t), box in held.items():
+            if box != held.get((stages[0], t)):
+                raise LayoutError(f"{name}: stages {stages[0]} and {p} hold different parts of it, rank {t} of tp")
             shapes[p, t][name] = box.shape
     return [Rank(p, t, found) for (p, t), found in shapes.items()], cuts
 
@@ -327,6 +326,15 @@ def _frozen(like: Checkpoint, rank: Rank, training: Training, ranks: int) -> dic
         return {}
     parts = {n: new_tensor(dtype_of(like.arrays[n]), (-(-math.prod(rank.shape_of[n]) // ranks),)) for n in names}
     return {"frozen_param_shapes": {n: size(rank.shape_of[n]) for n in names}, "frozen_param_fragments": parts}
+
+
+def _experts(module: dict[str, NewTensor], layers: Iterable[str]) -> dict[str, dict[str, NewTensor]]:
+    """Take the experts out of a module, and return the state dict of each, by how its file's name begins."""
+    number = {layer: i for i, layer in enumerate(layers)}
+    found: dict[str, dict[str, NewTensor]] = {}
+    for match in [m for m in map(EXPERT_NAME.fullmatch, module) if m]:
+        found.setdefault(f"layer_{number[match[1]]}_expert_{match[2]}", {})[match[0]] = module.pop(match[0])
+    return found
 
 
 def _layers(module: Mapping[str, NewTensor], engine: Engine) -> dict[int, dict[str, NewTensor]]:
