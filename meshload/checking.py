@@ -6,11 +6,14 @@ names, shapes, dtypes, and every bit.
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -152,8 +155,9 @@ def verify(
     """Compare two checkpoints, in any formats, names and topologies: names, shapes, dtypes and bits.
 
     With a tolerance, values and not bits are compared, whatever their dtypes: `|a - b| <= atol + rtol * |b|`. Canonical names
-    where both families are known (the config of one serves the other), else native ones, or as `names` says. Both are streamed;
-    `max_bytes` bounds the memory, 512 MiB by default. The problems say which elements differ first, and in which files they lie.
+    where both families are known (the config of one serves the other), else native ones, or as `names` says; stored ones where
+    both are shown as `stored`. Both are streamed; `max_bytes` bounds the memory, 512 MiB by default. The problems say which
+    elements differ first, and in which files they lie.
 
     With `optimizer`, all of the optimizer's arrays or those of the kinds that are named (`"exp_avg"`, `"master"` ...) are compared
     too, as `optimizer.exp_avg.<name>`; and the steps, where both checkpoints tell them.
@@ -193,9 +197,11 @@ def _begun(
     max_bytes: int | None,
 ) -> _Begun:
     limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
-    if not (rtol >= 0 and atol >= 0):
+    if not all(isinstance(n, Real) and (0 <= n <= sys.float_info.max or n == math.inf) for n in (rtol, atol)):
         raise LayoutError(f"rtol={rtol!r}, atol={atol!r}: numbers from 0 on were expected")
     one, other = _both(a, b, config)
+    if names is None and one.names == other.names == "stored":
+        names = "stored"
     if names is None and (model_in(one) is None or model_in(other) is None):
         names = "native"
     one, other = in_full(one, names), in_full(other, names)
@@ -210,10 +216,11 @@ def _begun(
     for name in (*one.arrays, *(alias for alias in one.aliases if alias in other.arrays)):
         if name in other:
             a_array, b_array = (replace(c[name], name=name) for c in (one, other))
-            problem = _unlike(a_array, b_array, within=rtol > 0 or atol > 0)
+            allowed = (0.0, 0.0) if a_array.stored or b_array.stored else (rtol, atol)  # bytes without a dtype are no numbers
+            problem = _unlike(a_array, b_array, within=any(allowed))
             problems += problem
             if a_array.shape == b_array.shape:
-                comparing.append(_Comparison(a_array, b_array, rtol, atol, limit, bits=not problem))
+                comparing.append(_Comparison(a_array, b_array, *allowed, limit, bits=not problem))
     leading = [c if unit_of(c.one) >= unit_of(c.other) else c.turned() for c in comparing]
     return _Begun(len(one), problems, leading, filling([(_whole_in(c), c.one) for c in leading], max_bytes=limit))
 
@@ -376,7 +383,8 @@ class _Comparison:
 
     def _compared(self, one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[np.bool_], float, NDArray[np.bool_]]:
         """Return which elements differ, how far apart they are at most, and which are further apart than allowed."""
-        wide: Any = np.complex128 if "c" in (one.dtype.kind, other.dtype.kind) else np.float64
+        kinds = {one.dtype.kind, other.dtype.kind}  # a long double holds 64-bit integers, where there is one
+        wide: Any = np.complex128 if "c" in kinds else np.longdouble if kinds & {*"iu"} else np.float64
         a, b = one.astype(wide), other.astype(wide)
         with np.errstate(invalid="ignore", over="ignore"):
             same = (a == b) | (np.isnan(a) & np.isnan(b))

@@ -142,7 +142,8 @@ def _completed(told: Mapping[str, Any] | None, given: Mapping[str, Any] | None) 
 def _views(native: Checkpoint, opened: Checkpoint) -> dict[str, Callable[[], Checkpoint]]:
     """Return the other namings under which a checkpoint can be shown."""
     views: dict[str, Callable[[], Checkpoint]] = dict(opened.views)
-    views.setdefault("stored", lambda: replace(opened, names="stored"))
+    stored = opened.views.get("stored", lambda: replace(opened, names="stored"))
+    views["stored"] = lambda: replace(stored(), config=native.config, views=views)
     for naming in naming_names():
         views[naming] = partial(_shown_as, native, naming)
     views["native"] = lambda: replace(native, views=views)
@@ -459,11 +460,12 @@ class _Request:
         different = added.differences(expected)
         if different:
             raise FormatError(f"digest=: {listing(f'{name} {what}' for name, what in different)}")
-        untold = dict.fromkeys([*added.partial, *unlike, *(n for n in added.arrays if n not in expected.arrays)])
+        lacking = {*added.arrays} - {*expected.arrays} | {*expected.partial}
+        untold = dict.fromkeys([*added.partial, *unlike, *(n for n in added.arrays if n in lacking)])
         if untold:
             warnings.warn(
                 f"digest=: {len(untold)} arrays were not compared, since this process holds only a part of them, they are "
-                f"dequantised, or the digest lacks them: {listing(untold)}",
+                f"dequantised, or the digest lacks them or is of a part: {listing(untold)}",
                 MeshloadWarning,
                 stacklevel=3,
             )
