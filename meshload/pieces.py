@@ -258,7 +258,7 @@ def union(tables: Sequence[Pieces]) -> Pieces:
     if all(t.sources is tables[0].sources for t in tables):
         sources, source = tables[0].sources, np.concatenate([t.source for t in tables])
     else:
-        sources, source = _renumbered(tables)
+        sources, source = renumbered(tables)
     return Pieces(
         sources,
         source,
@@ -287,7 +287,8 @@ def stacked(tables: Sequence[Pieces], at: Ints) -> Pieces:
     )
 
 
-def _renumbered(tables: Sequence[Pieces]) -> tuple[tuple[Any, ...], Ints]:
+def renumbered(tables: Sequence[Any]) -> tuple[tuple[Any, ...], Ints]:
+    """Return the sources of all tables, each once, and the `source` columns one after another, counted over these."""
     number: dict[int, int] = {}
     sources: list[Any] = []
     maps: dict[int, Ints] = {}

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .box import boxes_of_run
-from .pieces import Ints
+from .pieces import Ints, renumbered
 from .source import Source
 
 REQUEST = 8 << 20
@@ -101,23 +101,11 @@ class Copies:
         if not tables:
             none, wide = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
             return Copies((), none, none, wide, none, none, wide, wide, none)
-        number: dict[int, int] = {}
-        sources: list[Source] = []
-        columns = []
-        maps: dict[int, Ints] = {}
-        for t in tables:
-            found = maps.get(id(t.sources))
-            if found is None:
-                for s in t.sources:
-                    if id(s) not in number:
-                        number[id(s)] = len(sources)
-                        sources.append(s)
-                found = maps[id(t.sources)] = np.asarray([number[id(s)] for s in t.sources], np.int64)
-            columns.append(found[t.source] if len(t) else t.source)
+        sources, source = renumbered(tables)
         ndim = max(t.shape.shape[1] for t in tables)
         return Copies(
-            tuple(sources),
-            np.concatenate(columns),
+            sources,
+            source,
             np.concatenate([t.offset for t in tables]),
             np.concatenate([_wide(t.strides, ndim, 0) for t in tables]),
             np.concatenate([t.target for t in tables]),

@@ -13,7 +13,7 @@ import pytest
 import meshload
 from meshload import Array, Checkpoint, Layout
 from meshload.pieces import piece, union
-from meshload.testing import InMemory, counted, ramp, read_safetensors, same_bits, write_checkpoint
+from meshload.testing import InMemory, counted, llama_shapes, ramp, read_safetensors, same_bits, write_checkpoint
 
 Values = Any
 F8 = ml_dtypes.float8_e4m3fn
@@ -30,25 +30,8 @@ LLAMA = {
 }
 
 
-def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a Llama's arrays, the names of its linear weights in the order q k v o gate up down."""
-    e, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    d = config.get("head_dim") or e // config["num_attention_heads"]
-    q, kv = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, e), "model.norm.weight": (e,), "lm_head.weight": (v, e)}
-    for i in range(config["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        shapes |= {at + "input_layernorm.weight": (e,), at + "post_attention_layernorm.weight": (e,)}
-        shapes |= {at + f"self_attn.{p}_proj.weight": (n, e) for p, n in (("q", q), ("k", kv), ("v", kv))}
-        shapes |= {at + "self_attn.o_proj.weight": (e, q)}
-        shapes |= {at + f"mlp.{p}_proj.weight": (f, e) for p in ("gate", "up")} | {at + "mlp.down_proj.weight": (e, f)}
-        if config["model_type"] == "qwen3":
-            shapes |= {at + f"self_attn.{p}_norm.weight": (d,) for p in "qk"}
-    return shapes
-
-
 def llama(config: Mapping[str, Any] = LLAMA, dtype: Any = np.float32) -> dict[str, Values]:
-    return {name: ramp(name, shape, dtype) for name, shape in shapes_of(config).items()}
+    return {name: ramp(name, shape, dtype) for name, shape in llama_shapes(config).items()}
 
 
 def restored(path: Any, **options: Any) -> dict[str, Values]:
@@ -402,7 +385,7 @@ def fp8(config: Mapping[str, Any]) -> dict[str, Values]:
     """Return a model whose linear weights are float8, with one scale per block."""
     high, wide = config["quantization_config"]["weight_block_size"]
     arrays = {}
-    for name, shape in shapes_of(config).items():
+    for name, shape in llama_shapes(config).items():
         if is_linear(name):
             arrays[name] = ramp(name, shape, F8)
             scale = (blocks(shape[0], high), blocks(shape[1], wide))

@@ -217,7 +217,7 @@ def test_opening_a_hugging_face_folder_loads_no_other_format_and_no_writer(run_p
     from meshload.testing import ramp, write_checkpoint
 
     private, others = run_python(LOADED, write_checkpoint(tmp_path, {"w": ramp("w", (4, 4))})).splitlines()
-    assert {name for name in private.split() if not is_light(name)} == {"_hf", "_json", "_safetensors"}
+    assert {name for name in private.split() if not is_light(name)} == {"_hf", "_json", "_safetensors", "_weight_map"}
     assert others == ""
 
 

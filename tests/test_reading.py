@@ -36,7 +36,18 @@ from meshload.planning import Plan, Target, plan_array
 from meshload.reading import buffer_for, buffers_for, fragments, read, read_array, values_of
 from meshload.scheduling import REQUEST, merged
 from meshload.source import PROBES, START, ChunkedArray, KeyValueFile, KeyValueFolder, LocalFile, open_folder, plain_runs
-from meshload.testing import Counted, InMemory, Log, counted, ramp, read_safetensors, same_bits, write_checkpoint, write_safetensors
+from meshload.testing import (
+    Counted,
+    InMemory,
+    Log,
+    counted,
+    llama_shapes,
+    ramp,
+    read_safetensors,
+    same_bits,
+    write_checkpoint,
+    write_safetensors,
+)
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings
@@ -58,14 +69,7 @@ CONFIG = {
 
 def llama(config: Mapping[str, Any] = CONFIG, dtype: Any = np.float32) -> dict[str, Any]:
     """Return a Llama's arrays, in the order in which files have them: by name."""
-    e, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    kv = e // config["num_attention_heads"] * config["num_key_value_heads"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, e), "model.norm.weight": (e,), "lm_head.weight": (v, e)}
-    for i in range(config["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        shapes |= {at + "input_layernorm.weight": (e,), at + "post_attention_layernorm.weight": (e,)}
-        shapes |= {at + f"self_attn.{p}_proj.weight": (n, e) for p, n in (("q", e), ("k", kv), ("v", kv), ("o", e))}
-        shapes |= {at + f"mlp.{p}_proj.weight": (f, e) for p in ("gate", "up")} | {at + "mlp.down_proj.weight": (e, f)}
+    shapes = llama_shapes(config)
     return {name: ramp(name, shapes[name], dtype) for name in sorted(shapes)}
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import meshload
 from meshload import Layout
-from meshload.testing import counted, ramp, read_safetensors, same_bits, write_checkpoint
+from meshload.testing import counted, llama_shapes, ramp, read_safetensors, same_bits, write_checkpoint
 
 HERE = Path(__file__).resolve().parent
 ROOTS = [HERE / "golden", HERE.parent.parent / "shared" / "fixtures"]
@@ -424,14 +424,7 @@ TOY = {
 
 
 def toy(dtype: Any = np.float32) -> dict[str, Values]:
-    e, f, v, kv = 16, 24, 13, 8
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, e), "model.norm.weight": (e,), "lm_head.weight": (v, e)}
-    for i in range(2):
-        at = f"model.layers.{i}."
-        shapes |= {at + "input_layernorm.weight": (e,), at + "post_attention_layernorm.weight": (e,)}
-        shapes |= {at + f"self_attn.{p}_proj.weight": (n, e) for p, n in (("q", e), ("k", kv), ("v", kv), ("o", e))}
-        shapes |= {at + f"mlp.{p}_proj.weight": (f, e) for p in ("gate", "up")} | {at + "mlp.down_proj.weight": (e, f)}
-    return {name: ramp(name, shape, dtype) for name, shape in shapes.items()}
+    return {name: ramp(name, shape, dtype) for name, shape in llama_shapes(TOY).items()}
 
 
 @pytest.fixture

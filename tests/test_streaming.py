@@ -25,7 +25,7 @@ from meshload.pieces import table
 from meshload.planning import Plan, plan_array
 from meshload.reading import values_of
 from meshload.source import LocalFile
-from meshload.testing import Counted, InMemory, ramp, same_bits, write_checkpoint, write_safetensors
+from meshload.testing import Counted, InMemory, llama_shapes, ramp, same_bits, write_checkpoint, write_safetensors
 
 pytest.importorskip("torch")
 pytest.importorskip("hypothesis")
@@ -129,14 +129,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    e, f, v, kv = 32, 48, 97, 16
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, e), "model.norm.weight": (e,), "lm_head.weight": (v, e)}
-    for i in range(2):
-        at = f"model.layers.{i}."
-        shapes |= {at + "input_layernorm.weight": (e,), at + "post_attention_layernorm.weight": (e,)}
-        shapes |= {at + f"self_attn.{p}_proj.weight": (n, e) for p, n in (("q", e), ("k", kv), ("v", kv), ("o", e))}
-        shapes |= {at + f"mlp.{p}_proj.weight": (f, e) for p in ("gate", "up")} | {at + "mlp.down_proj.weight": (e, f)}
-    arrays = {name: ramp(name, shape) for name, shape in shapes.items()}
+    arrays = {name: ramp(name, shape) for name, shape in llama_shapes(CONFIG).items()}
     return write_checkpoint(tmp_path_factory.mktemp("llama"), arrays, CONFIG, shards=3)
 
 

@@ -46,7 +46,7 @@ import numpy as np
 from meshload.array import Array
 from meshload.box import Shape
 from meshload.checkpoint import Checkpoint, Problem
-from meshload.errors import FormatError, MeshloadError, MeshloadWarning, listing
+from meshload.errors import FormatError, MeshloadWarning, listing
 from meshload.pieces import table
 from meshload.source import Folder
 
@@ -62,8 +62,9 @@ from ._hf_find import (
     single_name,
     stem_of,
 )
-from ._json import check_files, read_config, read_object, short
+from ._json import read_config, read_object
 from ._safetensors import DTYPES, SHARDING, Arrays, Entry, Header, read_header, read_headers, strides_of
+from ._weight_map import read_weight_map
 
 if TYPE_CHECKING:
     from .formats.hf import HuggingFace
@@ -115,13 +116,13 @@ def _without_index(folder: Folder, options: HuggingFace, listed: Sequence[str], 
 def _despite_index(folder: Folder, options: HuggingFace, listed: Sequence[str], stem: str, index: str) -> _Contents:
     """Take the arrays from the headers, and tell how the index differs."""
     try:
-        file_of, index_meta = _read_index(folder, index)
+        told = read_weight_map(folder, index, HEADER_LIMIT)
     except FormatError as error:
-        file_of, index_meta = {}, {}
         found = _by_headers(folder, _files(folder, options, listed, stem)[0])
         _warn(f"{error}; {len(found.arrays)} arrays were found in the headers of {len(found.headers)} files instead")
         return replace(found, problems=(Problem(str(error), file=index),))
-    files, absent = _files(folder, options, listed, stem) if listed else (sorted(set(file_of.values())), "")
+    file_of = told.file_of
+    files, absent = _files(folder, options, listed, stem) if listed else (sorted(told.names_in), "")
     found = _by_headers(folder, files)
     lost = [name for name in file_of if name not in found.arrays]
     file_with = {name: h.source.name for h in found.headers for name in h.entries}
@@ -137,7 +138,7 @@ def _despite_index(folder: Folder, options: HuggingFace, listed: Sequence[str], 
     why = f"{index} lists it, but no header of {listing(files)} has it"
     problems = (Problem(f"{index}: {len(lost)} of its names are in no header: {listing(lost)}", file=index),) if lost else ()
     return replace(
-        found, unavailable=dict.fromkeys(lost, why), problems=problems, unlisted=tuple(new), index=index, index_meta=index_meta
+        found, unavailable=dict.fromkeys(lost, why), problems=problems, unlisted=tuple(new), index=index, index_meta=told.metadata
     )
 
 
@@ -206,27 +207,18 @@ def _one_file(header: Header) -> _Contents:
 
 def _by_index(folder: Folder, listed: Sequence[str], index: str, *, union: bool) -> _Contents:
     """Take from each file what the index says is there."""
-    file_of, index_meta = _read_index(folder, index)
-    names_in: dict[str, list[str]] = defaultdict(list)
-    for name, file in file_of.items():
-        names_in[file].append(name)
-    found = read_headers(folder, list(names_in))
+    told = read_weight_map(folder, index, HEADER_LIMIT)
+    file_of, files = told.file_of, list(told.names_in)
+    found = read_headers(folder, files)
     lost = {file: error for file, error in found.items() if not isinstance(error, Header)}
     headers = [h for h in found.values() if isinstance(h, Header)]
-    hint = _stale(listed, names_in, lost)
-
-    unavailable: dict[str, str] = {}
-    problems = [Problem(f"{index}: {hint}", file=index)] if hint else []
-    for file, error in lost.items():
-        why = f"{file}: not there, though {index} lists it" if _is_absent(file, listed) else str(error)
-        unavailable.update(dict.fromkeys(names_in[file], f"{why}{f'; {hint}' if hint else ''}"))
-        problems.append(Problem(f"{why}; it should hold {listing(names_in[file])}", file=file))
-
+    cure = '; HuggingFace(index="headers") takes the arrays from the files that are there'
+    unavailable, problems = told.without(lost, listed, lambda file: file == "model.safetensors" or numbering(file), cure)
     number_of: dict[str, int] = {}
     unlisted: dict[str, int] = {}
     for number, header in enumerate(headers):
         file = header.source.name
-        for name in names_in[file]:
+        for name in told.names_in[file]:
             why = _not_whole(header, name, index)
             if why:
                 unavailable[name] = why
@@ -241,7 +233,7 @@ def _by_index(folder: Folder, listed: Sequence[str], index: str, *, union: bool)
                 unlisted[name] = number
     in_order = {name: number_of[name] for name in file_of if name in number_of}
     arrays = Arrays(headers, {**in_order, **unlisted} if union else in_order)
-    return _Contents(list(names_in), headers, arrays, unavailable, tuple(problems), tuple(unlisted), index, index_meta)
+    return _Contents(files, headers, arrays, unavailable, tuple(problems), tuple(unlisted), index, told.metadata)
 
 
 def _not_whole(header: Header, name: str, index: str) -> str:
@@ -252,24 +244,6 @@ def _not_whole(header: Header, name: str, index: str) -> str:
     if any(header.offsets.get(name, ())):
         return f"{file} holds only a piece of it, from {header.offsets[name]} on"
     return ""
-
-
-def _stale(listed: Sequence[str], names_in: Mapping[str, Any], lost: Mapping[str, MeshloadError]) -> str:
-    """Say whether shards are missing in a way that blames the index rather than a file."""
-    absent = [file for file in lost if _is_absent(file, listed)]
-    others = [n for n in listed if n not in names_in and (n == "model.safetensors" or numbering(n))] if absent else []
-    if not absent or not (others or 2 * len(absent) > len(names_in)):
-        return ""
-    beside = f"beside other files ({listing(others, 3)}): it looks stale" if others else "it is stale, or the download unfinished"
-    return (
-        f"{len(absent)} of the {len(names_in)} files that the index names are not there, {beside}; "
-        f'HuggingFace(index="headers") takes the arrays from the files that are there'
-    )
-
-
-def _is_absent(file: str, listed: Sequence[str]) -> bool:
-    """Say whether a listing shows that a file is not there; a dead link is."""
-    return bool(listed) and "/" not in file and file not in listed and f"{file}/" not in listed
 
 
 def _by_headers(folder: Folder, files: Sequence[str]) -> _Contents:
@@ -369,16 +343,3 @@ def _warn(text: str) -> None:
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
-
-
-def _read_index(folder: Folder, index: str) -> tuple[dict[str, str], Mapping[str, Any]]:
-    """Return the file of each name, and the index's metadata."""
-    found = read_object(folder, index, HEADER_LIMIT)
-    file_of, metadata = found.get("weight_map"), found.get("metadata")
-    if not isinstance(file_of, dict):
-        raise FormatError(f"{index}: has no weight_map that maps names to files, found {short(file_of)}")
-    for name, file in file_of.items():
-        if not isinstance(file, str):
-            raise FormatError(f"{index}: {name!r} is to be in a file, found {short(file)}")
-    check_files(folder, index, file_of)
-    return file_of, metadata if isinstance(metadata, dict) else {}
