@@ -358,6 +358,12 @@ class _Descriptor:
         os.close(self.number)
 
 
+def lies_in(folder: Path, file: str) -> bool:
+    """Say whether no folder on the way to a file is a link, so that the file lies where its name says."""
+    place = os.path.join(os.path.realpath(folder), os.path.dirname(file))
+    return os.path.realpath(place) == os.path.normpath(place)
+
+
 def blobs_of(folder: LocalFolder) -> Iterator[tuple[str, str, str]]:
     """Go through the files that are links into a hub cache's `blobs`: file, the hash that its blob is named by, and its own.
 
@@ -593,10 +599,15 @@ class ChunkedArray:
     """Whether reading goes over a network."""
 
     @cached_property
-    def chunk(self) -> Shape:
-        """The shape of a chunk, in elements; never 0."""
+    def stored_chunk(self) -> Shape:
+        """The shape of a chunk as it is stored, in elements; it may reach beyond the array, and is never 0."""
         grid = self.store.chunk_layout.read_chunk.shape or self.shape
-        return tuple(max(1, min(c or n, n)) for c, n in zip(grid, self.shape, strict=True))
+        return tuple(max(1, c or n) for c, n in zip(grid, self.shape, strict=True))
+
+    @cached_property
+    def chunk(self) -> Shape:
+        """The shape of a chunk, in elements, without what lies beyond the array; never 0."""
+        return tuple(max(1, min(c, n)) for c, n in zip(self.stored_chunk, self.shape, strict=True))
 
     @property
     def shape(self) -> Shape:
@@ -610,7 +621,7 @@ class ChunkedArray:
     @cached_property
     def unit(self) -> int:
         """The size of a decoded chunk, and at least 2: a unit of 1 would say that bytes can be read (a chunk of one bool)."""
-        return max(2, math.prod(self.chunk) * int(self.store.dtype.numpy_dtype.itemsize))
+        return max(2, math.prod(self.stored_chunk) * int(self.store.dtype.numpy_dtype.itemsize))
 
     @property
     def size(self) -> int:

@@ -33,7 +33,7 @@ from .planning import Job, Joined, Plan, Target, Targets
 from .planning import plan as join
 from .reading import ALIGNMENT, Progress, read, values_of
 from .scheduling import UNIT_COST, Copies
-from .source import Bytes, ChunkedArray, LocalFile, LocalFolder
+from .source import Bytes, ChunkedArray, LocalFile, LocalFolder, lies_in
 
 MAX_BYTES = 512 << 20
 ITEM = 8 << 20
@@ -117,13 +117,36 @@ class FileSink:
             os.close(descriptor)
 
 
+class Stores:
+    """The key-value stores of one writing, each opened once: else every array had a database of its own, and committed alone."""
+
+    def __init__(self) -> None:
+        import tensorstore
+
+        self.context = tensorstore.Context({"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
+        self.opened: dict[str, Any] = {}
+        self.lock = threading.Lock()
+
+    def at(self, spec: dict[str, Any]) -> Any:
+        """Return the store that a spec means, at its path."""
+        import tensorstore
+
+        path = spec.pop("path", "")
+        key = json.dumps(spec, sort_keys=True)
+        with self.lock:
+            if key not in self.opened:
+                self.opened[key] = tensorstore.KvStore.open(spec, context=self.context).result()
+        found = self.opened[key].copy()
+        found.path = path
+        return found
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkSink:
     """A TensorStore array, written by whole chunks."""
 
     source: ChunkedArray
-    context: Any
-    """TensorStore's, shared by the sinks of one writing, so that their writes share commits."""
+    stores: Stores
 
     @property
     def name(self) -> str:
@@ -133,9 +156,10 @@ class ChunkSink:
     def store(self) -> Any:
         import tensorstore
 
-        spec = self.source.store.spec(unbind_context=True)
+        spec = self.source.store.spec(unbind_context=True).to_json()
         try:
-            return tensorstore.open(spec, context=self.context, read=True, write=True, open=True).result()
+            place = self.stores.at(spec.pop("kvstore"))
+            return tensorstore.open(spec, kvstore=place, context=self.stores.context, read=True, write=True, open=True).result()
         except (ValueError, OSError) as error:
             raise SourceError(f"{self.name}: cannot be opened for writing: {error}") from error
 
@@ -186,14 +210,14 @@ def _located(source: Any, start: int, nbytes: int) -> tuple[Any, int]:
     return source.located(start, nbytes) if isinstance(source, Located) else (source, start)
 
 
-def sink_of(source: Any, context: Any) -> Sink:
+def sink_of(source: Any, stores: Stores) -> Sink:
     """Return the sink at the place of a source; what is both is its own."""
     if hasattr(source, "write"):
         return cast(Sink, source)
     if isinstance(source, LocalFile):
         return FileSink(source.path, source.name)
     if isinstance(source, ChunkedArray):
-        return ChunkSink(source, context)
+        return ChunkSink(source, stores)
     raise LayoutError(f"{getattr(source, 'name', source)}: only local files and TensorStore arrays can be written")
 
 
@@ -301,7 +325,7 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
     jobs: list[Job] = []
     targets = Targets()
     sinks: dict[int, Sink] = {}
-    context = _context()
+    stores = Stores()
     room = max(1, max_bytes // (4 * MOVERS))
     movers, reading = _movers(pairs, max_bytes, room)
     for made, stored in pairs:
@@ -313,7 +337,7 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
             boxes.source.tolist(), boxes.offset.tolist(), boxes.start.tolist(), boxes.shape.tolist(), strict=True
         ):
             source, start = _located(boxes.sources[number], start, math.prod(shape) * made.dtype.itemsize)
-            sink = sinks.get(id(source)) or sinks.setdefault(id(source), sink_of(source, context))
+            sink = sinks.get(id(source)) or sinks.setdefault(id(source), sink_of(source, stores))
             box = Box(tuple(first), tuple(shape))
             items.append(Item(made.name, sink, start, box, made.dtype))
             block.append(
@@ -369,12 +393,6 @@ def _runs(items: Sequence[Item], targets: Targets, joined: Joined, rows: Ints, b
         if target.step is not None or target.dtype != items[i].dtype or i in joined.others:
             found[i] = -1
     return found
-
-
-def _context() -> Any:
-    import tensorstore
-
-    return tensorstore.Context({"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
 
 
 def _in_memory(rows: Pieces, first: int, stored: Array) -> Pieces:
@@ -656,7 +674,10 @@ def prepare(target: Path, *, resume: bool) -> LocalFolder:
 @contextmanager
 def locked(staging: Path) -> Iterator[None]:
     """Keep other processes from writing into an unfinished folder; raise where one does."""
-    descriptor = os.open(staging, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(staging, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _said(error, str(staging), "keeping others from it") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -690,8 +711,9 @@ def prepare_within(folder: Path) -> LocalFolder:
     """Return a new folder to write into, inside one that holds other files, which are left alone."""
     staging = staging_of(folder / "index")
     try:
-        if staging.exists():
-            shutil.rmtree(staging)
+        if staging.is_dir() and not staging.is_symlink():
+            with locked(staging):
+                shutil.rmtree(staging)
         staging.mkdir()
     except OSError as error:
         raise _said(error, str(folder), "making a folder in it") from error
@@ -726,6 +748,9 @@ def move_in(staging: LocalFolder, folder: Path, files: Sequence[str], replaced: 
     taken = [file for file in files if os.path.lexists(folder / file) and file not in replaced]
     if taken:
         raise LayoutError(f"{folder}: {listing(taken)} exist already, and are of somebody else; name another folder")
+    leading = [file for file in (*files, *replaced) if not lies_in(folder, file)]
+    if leading:
+        raise LayoutError(f"{folder}: {listing(leading)} would come to lie elsewhere, as a folder on the way is a link; remove it")
     try:
         for file in files:
             if not os.path.islink(staging.path / file):

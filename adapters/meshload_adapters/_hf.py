@@ -15,10 +15,10 @@ A safetensors file (https://huggingface.co/docs/safetensors) is, as version 0.8 
 Offsets are bytes, relative to byte `8 + N`; data is little endian and row-major. Sorted by offset, the first tensor begins at 0,
 each where the one before it ends, and the last ends with the file. N need not be a multiple of 8, so tensors need not be
 aligned. The last dim of packed types (`F4`: 2 elements a byte, `F6_*`: 4 in three bytes) counts elements; here they are arrays of
-bytes, with rows of bytes where rows end on bytes, else flat. The reference library accepts more in these points, which are
-refused here: a name twice in one JSON object, a tensor described by a JSON array, a dtype written as an object, more than 32
-dims, zero-size tensors whose other dims overflow. In fields that nobody knows it refuses what is let pass here: nesting beyond
-128, floats beyond the range.
+bytes. The reference library accepts more in these points, which are refused here: rows of packed types that end within a byte
+(torch refuses them too), a name twice in one JSON object, a tensor described by a JSON array, a dtype written as an object, more
+than 32 dims, zero-size tensors whose other dims overflow. In fields that nobody knows it refuses what is let pass here: nesting
+beyond 128, floats beyond the range.
 
 The index is `{"metadata": {"total_size": 224640}, "weight_map": {name: file}}`. `total_size` is often wrong and checks nothing.
 File names stay inside the folder; subfolders are allowed. Links to regular files are followed wherever they lead: hub caches
