@@ -232,7 +232,7 @@ def sum_of(values: NDArray[Any], box: Box, shape: Shape) -> int:
     """Return what a slice adds to the sum, from the runs that it is made of in the whole array."""
     if not values.size:
         return 0
-    values = np.ascontiguousarray(values)
+    values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     itemsize = values.dtype.itemsize
     inner = values.ndim  # dims from here on are one run of the whole array
     while inner > 0 and (inner == values.ndim or box.shape[inner] == shape[inner]):

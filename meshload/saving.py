@@ -31,7 +31,7 @@ from .naming import CANONICAL, model_of
 from .pieces import piece, table
 from .ranks import resolved
 from .reading import Progress
-from .requesting import LayoutLike, axes_by_pattern
+from .requesting import LayoutLike, axes_by_pattern, model_in
 from .source import Bytes
 from .wanting import local_shape
 from .writing import MAX_BYTES, FileSink, Filling, Item, fill, scatter
@@ -85,6 +85,9 @@ def save(
         view = _view(whole, parts, {(s.name, s.box): s for s in held}, group.rank, begun.config)
         writer = begun.writer
         named = view.with_names(writer.naming) if begun.config is not None and writer.naming != CANONICAL else view
+        model = model_in(view)
+        if named is view and model is not None and not model.lacking:
+            view.with_names(CANONICAL)  # raises where the config is of another model
         return Draft(writer, begun.target, named, parts if named is view else Parts()), named
 
     drafted = together(group, draft)

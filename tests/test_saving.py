@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import meshload
+from meshload.digests import of_arrays
 from meshload.testing import read_safetensors
+
+from .test_cases import LLAMA, llama
 
 HERE = Path(__file__).parent
 CHECKS = re.findall(r"^def (check_\w+)", (HERE / "checks_saving.py").read_text(), re.MULTILINE)
@@ -59,6 +64,47 @@ def test_what_is_no_array_is_named(tmp_path: Path) -> None:
         meshload.save(tmp_path / "out", {"a": np.zeros(2), "step": 3}, to="hf")
     with pytest.raises(meshload.LayoutError, match="tensors="):
         meshload.save(tmp_path / "out", {}, to="hf")
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax", "dcp"])
+def test_arrays_of_the_other_byte_order_are_saved_with_their_values(to: str, tmp_path: Path) -> None:
+    values = np.arange(6, dtype=">f4").reshape(2, 3)
+    meshload.save(tmp_path / "out", {"w": values}, to=to)
+    assert np.asarray(meshload.open(tmp_path / "out")["w"]).tolist() == values.tolist()
+    told = meshload.digest(tmp_path / "out").arrays["w"]
+    assert told == of_arrays({"w": values}).arrays["w"] == of_arrays({"w": values.astype("<f4")}).arrays["w"]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [{"w": np.asarray([1, "x"], object)}, {"w": np.asarray(["x"])}, {"w": np.zeros(2, [("a", "f4")])}, {5: np.ones(2)}],
+    ids=["objects", "text", "fields", "a number for a name"],
+)
+def test_what_holds_no_numbers_or_has_no_name_is_told(arrays: Any, tmp_path: Path) -> None:
+    with pytest.raises(meshload.LayoutError, match="arrays of numbers were expected"):
+        meshload.save(tmp_path / "out", arrays, to="hf")
+    assert os.listdir(tmp_path) == []
+
+
+def test_sparse_tensors_of_torch_are_told_and_views_of_one_element_are_saved(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(meshload.LayoutError, match=r"'w': torch\.sparse_coo"):
+        meshload.save(tmp_path / "out", {"w": torch.eye(3).to_sparse()}, to="hf")
+    meshload.save(tmp_path / "out", {"w": torch.arange(6.0)[1:3:2], "n": torch.tensor([1 + 2j]).conj().imag}, to="hf")
+    assert {n: np.asarray(a).tolist() for n, a in meshload.open(tmp_path / "out").items()} == {"n": [-2.0], "w": [1.0]}
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax", "megatron"])
+def test_a_config_of_another_model_is_refused_before_anything_is_written(to: str, tmp_path: Path) -> None:
+    with pytest.raises(meshload.LayoutError, match=r"its shape is .*; llama's config gives"):
+        meshload.save(tmp_path / "out", llama(), to=to, config=LLAMA | {"hidden_size": 2 * LLAMA["hidden_size"]})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_name_that_is_no_text_is_refused_by_orbax(tmp_path: Path) -> None:
+    with pytest.raises(meshload.LayoutError, match="no text"):
+        meshload.save(tmp_path / "out", {"\ud800": np.ones(2)}, to="orbax")
+    assert os.listdir(tmp_path) == []
 
 
 def test_tied_arrays_that_differ_are_not_saved_as_one(tmp_path: Path) -> None:

@@ -277,6 +277,8 @@ def _held(tensor: Any) -> Held:
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "placements") else local
     local = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if local.numel() == 1:  # contiguous whatever its stride, which may be that of what it was cut from
+        local = local.clone(memory_format=torch.contiguous_format)
     flat = local.view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8)
     return lambda start, stop: np.asarray(flat[start:stop].cpu().numpy())
 
@@ -433,7 +435,16 @@ def _state(like: Any) -> dict[str, tuple[str, Any]]:
         raise LayoutError(f"like={type(like).__name__}: torch takes a module or a dict of tensors")
     state = like.state_dict(keep_vars=True) if _is_module(like) else like
     held = {name: tensor for name, tensor in state.items() if hasattr(tensor, "is_meta")}
+    strange = [f"{name!r}: {tensor.layout}" for name, tensor in held.items() if _is_strange(name, tensor)]
+    if strange:
+        raise LayoutError(f"{listing(strange)}: names that are text and dense tensors were expected")
     return {short: (name, held[name]) for short, name in unwrapped(held).items()}
+
+
+def _is_strange(name: Any, tensor: Any) -> bool:
+    import torch
+
+    return not isinstance(name, str) or tensor.layout != torch.strided
 
 
 def _names_of_same(state: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
