@@ -27,13 +27,13 @@ from meshload.errors import FormatError, LayoutError, LimitError, MeshloadError,
 from meshload.formats import Parts
 from meshload.pieces import empty
 from meshload.source import LocalFolder
-from meshload.testing import ramp, read_safetensors, same_bits, write_checkpoint
+from meshload.testing import llama_shapes, ramp, read_safetensors, same_bits, write_checkpoint
 from meshload.writing import NOTE, staging_of
 from meshload_adapters._orbax_files import chunks
 from meshload_adapters.formats.hf import HuggingFace
 from meshload_adapters.formats.orbax import Orbax
 
-from .test_cases import LLAMA, QWEN3, fp8, llama, shapes_of
+from .test_cases import LLAMA, QWEN3, fp8, llama
 from .test_megatron import FAMILIES, as_hugging_face, fixture, golden
 
 HERE = Path(__file__).resolve().parent
@@ -72,7 +72,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tied_qwen2(dtype: Any = np.float32) -> tuple[dict[str, Values], dict[str, Any]]:
     config = {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}
-    arrays = {name: ramp(name, shape, dtype) for name, shape in shapes_of(config).items() if name != "lm_head.weight"}
+    arrays = {name: ramp(name, shape, dtype) for name, shape in llama_shapes(config).items() if name != "lm_head.weight"}
     for layer in range(2):
         for part, n in (("q", 16), ("k", 8), ("v", 8)):
             name = f"model.layers.{layer}.self_attn.{part}_proj.bias"
