@@ -134,6 +134,14 @@ def test_what_the_source_does_not_tell_is_asked_for_or_left_to_the_loader(tmp_pa
     with pytest.raises(LayoutError, match=r"has 2 groups, and does not tell which of them a\.weight, b\.weight is in"):
         meshload.convert(several, tmp_path / "out", to="dcp", optimizer=True)
     assert not (tmp_path / "out").exists()
+    named = replace(several, meta={**several.meta, "groups": [["b.weight"], ["a.weight"]]})  # as DeepSpeed tells
+    meshload.convert(named, tmp_path / "two", to="dcp", optimizer=True)
+    assert dict(meshload.open(tmp_path / "two").meta["objects"]) == {
+        "optim.param_groups.0.lr": 0.1,
+        "optim.param_groups.0.params": ["b.weight"],
+        "optim.param_groups.1.lr": 0.2,
+        "optim.param_groups.1.params": ["a.weight"],
+    }
     meshload.convert(several, tmp_path / "one", to=DCP(hyperparameters={"lr": 0.3}), optimizer=True)
     found = meshload.open(tmp_path / "one")
     assert dict(found.meta["objects"]) == {"optim.param_groups.0.lr": 0.3, "optim.param_groups.0.params": list(arrays)}
