@@ -80,6 +80,16 @@ def test_dcp_has_what_deepspeed_had(tmp_path: Path, golden: str) -> None:
     assert {key: found.meta["objects"][f"optim.param_groups.0.{key}"] for key in told} == told
 
 
+def test_deepspeed_has_the_hyperparameters_that_dcp_had(tmp_path: Path) -> None:
+    src = meshload.open(GOLDEN / "dcp/hsdp/checkpoint")
+    to = DeepSpeed(stage=1, parameters=list(src))
+    meshload.convert(src, tmp_path / "out", to=to, mesh="dp=2", layout="replicated", optimizer=True)
+    (group,) = meshload.open(tmp_path / "out").meta["optimizer"]["param_groups"]
+    told = {key: src.meta["objects"][f"optim.param_groups.0.{key}"] for key in ("lr", "betas", "eps", "weight_decay")}
+    assert {key: group[key] for key in told} == told
+    assert meshload.verify(src, tmp_path / "out", optimizer=True).problems == ()
+
+
 MEGATRON = {
     "legacy-tp2-dp2-bf16-distopt": ("llama", 2),
     "legacy-pp2-vp2-bf16-tied": ("llama", None),
