@@ -160,7 +160,8 @@ def verify(
     elements differ first, and in which files they lie.
 
     With `optimizer`, all of the optimizer's arrays or those of the kinds that are named (`"exp_avg"`, `"master"` ...) are compared
-    too, as `optimizer.exp_avg.<name>`; and the steps, where both checkpoints tell them.
+    too, as `optimizer.exp_avg.<name>`; and the steps, where both checkpoints tell them. Where only one keeps masters, the other's
+    float32 weights are its masters.
 
     Where several processes run (torch's process group, or JAX's), all call it: each compares its share, all return the same, and
     where one fails all raise.
@@ -205,6 +206,7 @@ def _begun(
     if names is None and (model_in(one) is None or model_in(other) is None):
         names = "native"
     one, other = in_full(one, names), in_full(other, names)
+    one, other = _with_masters(one, other), _with_masters(other, one)
     kinds = kinds_of(optimizer, one, other)
     problems = [*_only_one(kinds, one, other, b), *_only_one(kinds, other, one, a)] if kinds else []
     if kinds:
@@ -278,6 +280,14 @@ def _completed(path: Any, checkpoint: Checkpoint, config: Mapping[str, Any] | No
         return open(path, config=config)
     except LayoutError:  # the two contradict each other, so they are compared as they are
         return checkpoint
+
+
+def _with_masters(one: Checkpoint, other: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose float32 weights are their own masters, where the other one keeps these apart."""
+    kept = other.optimizer.get("master", {})
+    if not one.optimizer or "master" in one.optimizer or any(n not in one or one[n].dtype != np.float32 for n in kept):
+        return one
+    return replace(one, optimizer={**one.optimizer, "master": {n: one[n] for n in kept}} if kept else one.optimizer)
 
 
 def _only_one(kinds: Sequence[str], one: Checkpoint, other: Checkpoint, path: Any) -> Iterator[Problem]:

@@ -430,14 +430,30 @@ def test_moments_and_masters_are_the_same_on_another_topology_and_under_other_na
 
 
 def test_kinds_that_one_side_lacks_are_told_once_each(tmp_path: pathlib.Path) -> None:
-    source = meshload.open(DEEPSPEED)
+    opened = meshload.open(DEEPSPEED)
+    source = replace(opened, optimizer={**opened.optimizer, "sum": opened.optimizer["master"]})
     meshload.convert(source, tmp_path / "orbax", to="orbax", optimizer=["exp_avg"])
     count = len(source.optimizer["exp_avg"])
     for pair, held in (((source, tmp_path / "orbax"), "exp_avg"), ((tmp_path / "orbax", source), None)):
         problems = meshload.verify(*pair, optimizer=True).problems
-        assert {p.array for p in problems} == {"optimizer.master", "optimizer.exp_avg_sq"}
-        assert held is None or all(p.text == f"{tmp_path / 'orbax'} has none of its {count} arrays, but exp_avg" for p in problems)
+        assert {p.array for p in problems} == {"optimizer.sum", "optimizer.exp_avg_sq"}
+        assert held is None or all(
+            p.text == f"{tmp_path / 'orbax'} has none of its {count} arrays, but exp_avg, master" for p in problems
+        )
     assert meshload.verify(source, tmp_path / "orbax", optimizer=["exp_avg"]).ok
+
+
+def test_float32_weights_are_their_own_masters(tmp_path: pathlib.Path) -> None:
+    source = meshload.open(DEEPSPEED)
+    meshload.convert(source, tmp_path / "orbax", to="orbax", optimizer=["exp_avg", "exp_avg_sq"])
+    for pair in ((source, tmp_path / "orbax"), (tmp_path / "orbax", source)):
+        assert meshload.verify(*pair, optimizer=True).problems == ()
+    name = next(iter(source.optimizer["master"]))
+    wrong = altered(source, "master", name, 0, tmp_path / "wrong")
+    (problem,) = meshload.verify(wrong, tmp_path / "orbax", optimizer=True).problems
+    assert problem.array == f"optimizer.master.{name}"
+    meshload.convert(source, tmp_path / "half", to="orbax", dtype="bf16", optimizer=["exp_avg", "exp_avg_sq"])
+    assert "optimizer.master" in {p.array for p in meshload.verify(source, tmp_path / "half", optimizer=True).problems}
 
 
 def test_an_optimizer_that_is_not_there_is_no_agreement(tmp_path: pathlib.Path) -> None:

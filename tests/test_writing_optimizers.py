@@ -82,6 +82,16 @@ def test_dcp_has_what_deepspeed_had(tmp_path: Path, golden: str) -> None:
     assert {key: found.meta["objects"][f"optim.param_groups.0.{key}"] for key in told} == told
 
 
+def test_deepspeed_has_the_hyperparameters_that_dcp_had(tmp_path: Path) -> None:
+    src = meshload.open(GOLDEN / "dcp/hsdp/checkpoint")
+    to = DeepSpeed(stage=1, parameters=list(src))
+    meshload.convert(src, tmp_path / "out", to=to, mesh="dp=2", layout="replicated", optimizer=True)
+    (group,) = meshload.open(tmp_path / "out").meta["optimizer"]["param_groups"]
+    told = {key: src.meta["objects"][f"optim.param_groups.0.{key}"] for key in ("lr", "betas", "eps", "weight_decay")}
+    assert {key: group[key] for key in told} == told
+    assert meshload.verify(src, tmp_path / "out", optimizer=True).problems == ()
+
+
 MEGATRON = {
     "legacy-tp2-dp2-bf16-distopt": ("llama", 2),
     "legacy-pp2-vp2-bf16-tied": ("llama", None),
@@ -145,6 +155,14 @@ def test_what_the_source_does_not_tell_is_asked_for_or_left_to_the_loader(tmp_pa
     with pytest.raises(LayoutError, match=r"has 2 groups, and does not tell which of them a\.weight, b\.weight is in"):
         meshload.convert(several, tmp_path / "out", to="dcp", optimizer=True)
     assert not (tmp_path / "out").exists()
+    named = replace(several, meta={**several.meta, "groups": [["b.weight"], ["a.weight"]]})  # as DeepSpeed tells
+    meshload.convert(named, tmp_path / "two", to="dcp", optimizer=True)
+    assert dict(meshload.open(tmp_path / "two").meta["objects"]) == {
+        "optim.param_groups.0.lr": 0.1,
+        "optim.param_groups.0.params": ["b.weight"],
+        "optim.param_groups.1.lr": 0.2,
+        "optim.param_groups.1.params": ["a.weight"],
+    }
     meshload.convert(several, tmp_path / "one", to=DCP(hyperparameters={"lr": 0.3}), optimizer=True)
     found = meshload.open(tmp_path / "one")
     assert dict(found.meta["objects"]) == {"optim.param_groups.0.lr": 0.3, "optim.param_groups.0.params": list(arrays)}

@@ -35,8 +35,8 @@ PipelineModule: `{layer}.{key}`, and `tied_modules.{tie}.{key}`, which stands in
 read once. Which layer's file holds a tie is stored nowhere: it is the one layer that has such keys and no parameters of its own;
 where that is not one, `DeepSpeed(tied={"embed": 0})` says it.
 
-GPT-NeoX's layers have their canonical names by `models/neox.py`. Its `args` say who it is and how many layers and heads there are,
-not which family: `config={"model_type": "gpt_neox", ...}` does.
+GPT-NeoX's layers have their canonical names by `models/neox.py`. Its `args` say who it is, how many layers and heads there are, and
+what it computes with (epsilon, rotary embedding), not which family: `config={"model_type": "gpt_neox", ...}` does.
 
 **Experts**: names in the optimizer count local experts, here they are global: `ep_rank * local + i`. The ep rank of data rank r is
 `r % ep`, or, with `use_data_before_expert_parallelism`, `r // (W / ep)`.
@@ -85,6 +85,7 @@ from ._zero import (
     dict_of,
     each_alone,
     is_count,
+    is_number,
     mapped,
     names_of,
     placed,
@@ -482,7 +483,12 @@ def _neox_config(state: Mapping[Any, Any]) -> dict[str, Any]:
     """Return what GPT-NeoX's args say of the model, under Hugging Face's keys; not its family, as it trains several."""
     args = dict_of(plain(state.get("args")))
     keys = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads"}
-    return {ours: args[theirs] for theirs, ours in keys.items() if is_count(args.get(theirs)) and args[theirs]}
+    found = {ours: args[theirs] for theirs, ours in keys.items() if is_count(args.get(theirs)) and args[theirs]}
+    numbers = {"layernorm_epsilon": "layer_norm_eps", "rotary_pct": "rotary_pct", "rotary_emb_base": "rotary_emb_base"}
+    found |= {ours: args[theirs] for theirs, ours in numbers.items() if is_number(args.get(theirs))}
+    if type(args.get("gpt_j_residual")) is bool:
+        found["use_parallel_residual"] = args["gpt_j_residual"]
+    return found
 
 
 def _is_moment(key: Any, value: Any) -> bool:

@@ -18,6 +18,7 @@ from meshload.errors import LayoutError, listing
 from meshload.frameworks import is_floating
 from meshload.steps import checked_step, told_step
 
+from ._param_groups import told_groups
 from ._pickle import Global
 from ._pickle_writer import Call, Instance
 from ._torch_writer import NewTensor, dtype_of, new_scalar, new_tensor
@@ -84,7 +85,7 @@ def _told_groups(like: Checkpoint) -> list[dict[str, Any]]:
     optimizer = like.meta.get("optimizer")
     groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
     if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
-        return []
+        groups = [hyper for hyper, _ in told_groups(like)]
     return [{k: v for k, v in g.items() if k != "params" and _is_plain(v)} for g in groups]
 
 
