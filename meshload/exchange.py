@@ -20,7 +20,7 @@ from .errors import SourceError
 from .frameworks import Group, installed
 from .pieces import Ints
 from .planning import Plan
-from .reading import Progress, read
+from .reading import Progress, read, word_of
 from .scheduling import NETWORK_THREADS, THREADS, Copies, compacted
 from .sharing import Shared, share_out
 from .source import Bytes, ByteSource, ChunkedSource, Source, closing_files
@@ -252,8 +252,7 @@ def _place(exchange: Exchange, rows: Ints, data: Bytes, buffers: Mapping[int, By
 
 
 def _view(parts: Copies, row: int, memory: Bytes, offset: int, strides: Ints) -> NDArray[Any]:
-    itemsize = int(parts.itemsize[row])
-    word = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype((np.void, itemsize))
+    word = word_of(int(parts.itemsize[row]))
     return np.ndarray(tuple(parts.shape[row].tolist()), word, memory, offset, tuple(strides[row].tolist()))
 
 

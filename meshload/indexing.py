@@ -23,7 +23,7 @@ from .converting import local, tell_bytes
 from .errors import LayoutError, MeshloadError, listing
 from .formats import Format, Grid, Indexer, installed
 from .loading import open
-from .pieces import Ints, Pieces
+from .pieces import Ints, Pieces, repeated
 from .source import LocalFile, LocalFolder, open_folder
 from .writing import Located, discarding, link, locked, move_in, prepare, prepare_within, publish
 
@@ -247,8 +247,7 @@ def _cells(array: Array, chunk: Shape, counts: Shape) -> tuple[Ints, Ints]:
     each = np.asarray(chunk, np.int64).reshape(1, -1)
     parts = pieces.shape // each
     many = parts.prod(axis=1)
-    row = np.repeat(np.arange(len(pieces)), many)
-    left = np.arange(len(row)) - np.repeat(np.cumsum(many) - many, many)
+    row, left = repeated(many)
     offset = pieces.offset[row]
     at = np.zeros(len(row), np.int64)
     size = 1

@@ -245,7 +245,7 @@ class _Work:
 
     def _cut(self, cut: Cut, memory: Bytes, start: int) -> None:
         copies = self.schedule.copies
-        word = _word(int(copies.itemsize[cut.copy]))
+        word = word_of(int(copies.itemsize[cut.copy]))
         target = self.buffers[int(copies.target[cut.copy])]
         for offset, to, shape, strides, target_strides in boxes_of_cut(copies, self.schedule.inner, cut):
             here = np.ndarray(shape, word, memory, offset - start, strides)
@@ -253,7 +253,8 @@ class _Work:
             there[...] = here
 
 
-def _word(itemsize: int) -> np.dtype[Any]:
+def word_of(itemsize: int) -> np.dtype[Any]:
+    """Return the dtype of elements of which only the size is known."""
     return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype((np.void, itemsize))
 
 

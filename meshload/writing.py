@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from .array import Array
 from .box import Box
 from .errors import FormatError, LayoutError, LimitError, SourceError, listing
-from .pieces import Ints, Pieces
+from .pieces import Ints, Pieces, repeated
 from .planning import Job, Joined, Plan, Target, Targets
 from .planning import plan as join
 from .reading import ALIGNMENT, Progress, read, values_of
@@ -421,8 +421,8 @@ def _cut(pieces: Pieces, itemsize: int, limit: int, name: str) -> Pieces:
         parts = -(-pieces.shape[:, d] // extent)
         if (parts == 1).all():
             continue
-        rows = np.repeat(np.arange(len(pieces)), parts)
-        at = (np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)) * extent[rows]
+        rows, at = repeated(parts)
+        at = at * extent[rows]
         part = pieces.take(rows)
         start, shape = part.start.copy(), part.shape.copy()
         start[:, d] += at
