@@ -78,11 +78,9 @@ def convert(
     limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
     cast = as_dtype(dtype, framework_of("numpy"))
     checkpoint = as_meant(src if isinstance(src, Checkpoint) else open(src, format=format, config=config), cast)
-    if checkpoint.unavailable:
-        raise LayoutError(
-            f"{src}: {listing(f'{n}: {why}' for n, why in checkpoint.unavailable.items())}; nothing is left out silently"
-        )
+    _refuse_lost(src, checkpoint)
     view = _view(checkpoint, writer, names)
+    _refuse_lost(src, view, missing_arrays(checkpoint) if view.unavailable else ())
     if not view.arrays:
         raise LayoutError(f"{src}: it holds no arrays, so there is nothing to convert")
     _tell(src, checkpoint, view)
@@ -270,6 +268,14 @@ def tell_bytes(arrays: Sequence[Array], format: Format, *, stacklevel: int) -> N
         warnings.warn(text, MeshloadWarning, stacklevel=stacklevel + 1)
 
 
+def _refuse_lost(src: Any, checkpoint: Checkpoint, missing: Sequence[str] = ()) -> None:
+    """Raise where arrays are known of that cannot be given."""
+    if checkpoint.unavailable:
+        lost = listing(f"{n}: {why}" for n, why in checkpoint.unavailable.items())
+        told = f" (the config asks for {listing(missing)}, which are not there)" if missing else ""
+        raise LayoutError(f"{src}: {lost}{told}; nothing is left out silently")
+
+
 def _tell(src: Any, checkpoint: Checkpoint, view: Checkpoint) -> None:
     """Warn of what the model lacks, and of what it does not know."""
     model = model_in(checkpoint)
@@ -298,7 +304,8 @@ def _parts(view: Checkpoint, mesh: Any, layout: LayoutLike) -> Parts:
     if mesh is None:
         return Parts()
     found: dict[str, list[tuple[int, Box]]] = {}
-    for target in plan(view, mesh=mesh, layout=layout, rank="all", names=view.names).targets:
+    plain = replace(view, arrays={name: replace(a, step=None) for name, a in view.arrays.items()})  # its steps move no box
+    for target in plan(plain, mesh=mesh, layout=layout, rank="all", names=view.names).targets:
         if target.box is not None:
             found.setdefault(target.name, []).extend((rank, target.box) for rank in target.ranks)
     into = "numpy" if isinstance(mesh, (str, Mapping, Mesh)) else None  # as plan() has it

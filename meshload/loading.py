@@ -459,7 +459,11 @@ class _Request:
         added = total(found.values())
         different = added.differences(expected)
         if different:
-            raise FormatError(f"digest=: {listing(f'{name} {what}' for name, what in different)}")
+            told_of = listing(f"{name} {what}{self._among(name)}" for name, what in different)
+            raise FormatError(
+                f"digest=: {told_of}; the files are damaged, or the digest is another checkpoint's (verify with a second copy "
+                f"finds the elements)"
+            )
         lacking = {*added.arrays} - {*expected.arrays} | {*expected.partial}
         untold = dict.fromkeys([*added.partial, *unlike, *(n for n in added.arrays if n in lacking)])
         if untold:
@@ -469,6 +473,13 @@ class _Request:
                 MeshloadWarning,
                 stacklevel=3,
             )
+
+    def _among(self, name: str) -> str:
+        """Say in which files an array lies, as far as this process reads it."""
+        copies = self.plan.copies
+        mine = [i for i, t in enumerate(self.plan.targets) if name in (t.name, self.tied.get(t.name))]
+        files = [self.plan.sources[i].name for i in np.unique(copies.source[np.isin(copies.target, mine)]).tolist()]
+        return f" (in {listing(files, 3)})" if files else ""
 
     def _digests(self, buffers: Mapping[int, Any], expected: Digest) -> tuple[dict[tuple[str, Box], Digest], list[str]]:
         """Return the digest of each slice that was read, and the arrays of which one is no box, padded or computed."""

@@ -104,7 +104,7 @@ def _joined(first: NDArray[Any], others: Sequence[NDArray[Any]], target: Target)
                 far = np.nanmax(np.abs(first.astype(np.float64) - other.astype(np.float64)))
                 raise CopiesDiffer(
                     f"{target.name}: rank {target.rank} finds that stored copies 0 and {n} differ, by {far:g} at most; "
-                    f"copies='first' takes the first, copies='mean' their mean"
+                    f"check(copies=True) names their files; copies='first' takes the first, copies='mean' their mean"
                 )
         return first
     wide: np.dtype[Any] = np.dtype(np.float64 if first.dtype.itemsize == 8 else np.float32)

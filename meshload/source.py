@@ -202,7 +202,8 @@ def around(folder: Folder) -> Folder:
 def _url(store: Any) -> str:
     """Return what messages call an open store; not every store has a URL (S3 with an endpoint of its own has none)."""
     try:
-        return str(store.url)
+        url = str(store.url)
+        return f"{url}/" if store.path in ("", "/") and not url.endswith("/") else url
     except (AttributeError, NotImplementedError, ValueError):
         return str(store.path) or "key-value store"
 

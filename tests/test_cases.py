@@ -278,6 +278,21 @@ def test_b62_a_missing_expert_is_named_and_nothing_is_left_unfilled(tmp_path: Pa
     assert first["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 16, 16)
 
 
+@pytest.mark.parametrize("to", ["hf", "megatron", "megatron_core", "orbax"])
+@pytest.mark.parametrize("mesh", [None, "ep=2"])
+def test_b62_what_is_fused_with_a_missing_expert_is_never_lost_on_the_way(to: str, mesh: str | None, tmp_path: Path) -> None:
+    arrays = mixtral()
+    del arrays["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    lacking = write_checkpoint(tmp_path / "lacking", arrays, MIXTRAL)
+    lost = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
+    with pytest.raises(meshload.LayoutError, match=rf"{lost}: .* lacks expert_up .*experts\.2\.w3\.weight, which"):
+        meshload.convert(lacking, tmp_path / "out", to=to, mesh=mesh, names="megatron")
+    assert not (tmp_path / "out").exists()
+    names = meshload.open(lacking).with_names("megatron")
+    assert lost not in names
+    assert "lacks expert_up" in names.why_missing(lost)
+
+
 def test_b63_experts_grouped_in_some_layers_and_single_in_others_are_the_same(tmp_path: Path) -> None:
     arrays = mixtral()
     plain = write_checkpoint(tmp_path / "plain", arrays, MIXTRAL)

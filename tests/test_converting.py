@@ -660,6 +660,8 @@ def test_b67_a_shift_that_rounds_away_is_refused_and_exact_in_float32(to: str, t
     assert different(bits_of(tmp_path / "back"), small) == []
     meshload.convert(path, tmp_path / "meant", to=to, dtype="bf16")
     assert {float(a.ravel()[0]) for n, a in bits_of(tmp_path / "meant").items() if "norm" in n} == {1.0}
+    meshload.convert(tmp_path / "out", tmp_path / "cut", to=to, names="megatron", dtype="bf16", mesh="tp=2")
+    assert different(bits_of(tmp_path / "cut"), small) == []
     exact = {n: np.full_like(a, 0.5) for n, a in small.items()}
     meshload.convert(write_checkpoint(tmp_path / "exact", exact, config), tmp_path / "fine", to=to)  # 1.5 goes back to 0.5
     assert {float(a.ravel()[0]) for n, a in bits_of(tmp_path / "fine").items() if "norm" in n} == {1.5}

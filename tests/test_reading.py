@@ -1091,6 +1091,18 @@ def test_b79_a_busy_server_is_asked_again(folder: Path, server: tuple[str, type[
     assert same_bits(found["model.norm.weight"], llama()["model.norm.weight"])
 
 
+def test_b79_a_server_that_stays_busy_is_an_error_and_no_empty_folder(server: tuple[str, type[_Ranges]]) -> None:
+    url, handler = server
+    tries = {"initial_delay": "1ms", "max_delay": "1ms", "max_retries": 2}
+    spec = {"driver": "http", "base_url": url.rstrip("/"), "path": "/", "context": {"http_request_retries": tries}}
+    store = tensorstore.KvStore.open(spec).result()
+    handler.refused, handler.fail = 0, 1 << 30
+    for call in (meshload.open, meshload.check):
+        with pytest.raises(meshload.SourceError, match=rf"{url}\S+: cannot be read: .* 503"):
+            call(store)
+    assert handler.refused < 100
+
+
 def test_what_is_not_there_over_http_is_an_error(server: tuple[str, type[_Ranges]]) -> None:
     with pytest.raises(meshload.FormatError, match="no installed format"):
         meshload.open(server[0] + "nothing/")

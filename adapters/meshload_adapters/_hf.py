@@ -20,6 +20,9 @@ bytes. The reference library accepts more in these points, which are refused her
 than 32 dims, zero-size tensors whose other dims overflow. In fields that nobody knows it refuses what is let pass here: nesting
 beyond 128, floats beyond the range.
 
+`safetensors.torch.save_model` writes a tensor that has several names once, and tells the others in `__metadata__`:
+`{"lm_head.weight": "embed.weight"}`. They are aliases here.
+
 The index is `{"metadata": {"total_size": 224640}, "weight_map": {name: file}}`. `total_size` is often wrong and checks nothing.
 File names stay inside the folder; subfolders are allowed. Links to regular files are followed wherever they lead: hub caches
 consist of them.
@@ -322,6 +325,7 @@ def _checkpoint(folder: Folder, found: _Contents, listed: Sequence[str]) -> Chec
     made = Checkpoint(
         found.arrays,
         "hf",
+        aliases=_told_ties(found),
         meta=meta,
         config=config,
         unavailable=found.unavailable,
@@ -330,8 +334,14 @@ def _checkpoint(folder: Folder, found: _Contents, listed: Sequence[str]) -> Chec
         views=views,
     )
     for names in ("hf", "native", "stored"):  # all three are the names on disk
-        views[names] = partial(replace, made, names=names)
+        views[names] = partial(replace, made, names=names, aliases={} if names == "stored" else made.aliases)
     return made
+
+
+def _told_ties(found: _Contents) -> dict[str, str]:
+    """Return the names that `safetensors.torch.save_model` left out, with those under which it kept the same tensors."""
+    told = {alias: name for header in found.headers for alias, name in header.metadata.items() if name in header.entries}
+    return {a: n for a, n in told.items() if n in found.arrays and a not in found.arrays and a not in found.unavailable}
 
 
 def _looks_alike(file: str) -> bool:
