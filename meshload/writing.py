@@ -133,7 +133,8 @@ class ChunkSink:
     def store(self) -> Any:
         import tensorstore
 
-        spec = self.source.store.spec(unbind_context=True)
+        spec = self.source.store.spec(retain_context=False).to_json()  # else each array has a context, and a database, of its own
+        spec["kvstore"]["cache_pool"] = "cache_pool#ocdbt"
         try:
             return tensorstore.open(spec, context=self.context, read=True, write=True, open=True).result()
         except (ValueError, OSError) as error:
