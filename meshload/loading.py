@@ -77,8 +77,8 @@ def open(path: Any, *, format: str | Format | None = None, config: Any = None) -
     folder = open_folder(path)
     if isinstance(folder, LocalFolder) and folder.has(WRITING):
         raise FormatError(
-            f"{folder.name}: what meshload writes there is not finished, or was interrupted, and may hold zeros; convert again with "
-            f"resume=True, or remove it"
+            f"{folder.name}: what meshload writes there is not finished, or was interrupted, and may hold zeros; convert again "
+            f"with resume=True, or remove it"
         )
     found, passed_over = choose(folder, format)
     opened = found.open(folder)

@@ -952,7 +952,9 @@ def test_b51_an_interrupted_writing_is_refused_by_name_wherever_it_lies(
         with pytest.raises(KeyboardInterrupt):
             meshload.convert(source, target, to=to)
     assert os.listdir(tmp_path) == [staging_of(target).name]
-    for call in (meshload.open, meshload.check, partial(meshload.restore, layout="replicated"), partial(meshload.open, format=to)):
+    report = meshload.check(staging_of(target))
+    assert [p.text for p in report.problems if "not finished" in p.text]
+    for call in (meshload.open, partial(meshload.restore, layout="replicated"), partial(meshload.open, format=to)):
         with pytest.raises(FormatError, match=rf"{re.escape(str(staging_of(target)))}: .* not finished.*resume=True"):
             call(staging_of(target))
     shutil.move(staging_of(target), tmp_path / "moved")
