@@ -42,7 +42,7 @@ from .planning import plan as join
 from .ranks import resolved
 from .reading import Progress, buffers_for, read, values_of
 from .requesting import Collector, LayoutLike, all_names, missing_text, model_in, no_names, view_of
-from .source import Folder, closing_files, is_remote, open_folder
+from .source import WRITING, Folder, LocalFolder, closing_files, is_remote, open_folder
 from .wanting import Wanted
 
 if TYPE_CHECKING:
@@ -76,6 +76,11 @@ def open(path: Any, *, format: str | Format | None = None, config: Any = None) -
     Face `config.json`, its folder, or a dict with its keys. Raises `FormatError` for what is no checkpoint or a damaged one.
     """
     folder = open_folder(path)
+    if isinstance(folder, LocalFolder) and folder.has(WRITING):
+        raise FormatError(
+            f"{folder.name}: what meshload writes there is not finished, or was interrupted, and may hold zeros; convert again "
+            f"with resume=True, or remove it"
+        )
     found, passed_over = choose(folder, format)
     opened = found.open(folder)
     meta = dict(opened.meta)

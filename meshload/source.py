@@ -208,6 +208,10 @@ def _url(store: Any) -> str:
         return str(store.path) or "key-value store"
 
 
+WRITING = ".meshload-writing"
+"""A file in the unfinished folder that says what is being written there."""
+
+
 # --- local disks ------------------------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ from .planning import Job, Joined, Plan, Target, Targets
 from .planning import plan as join
 from .reading import ALIGNMENT, Progress, read, values_of
 from .scheduling import UNIT_COST, Copies
-from .source import Bytes, ChunkedArray, LocalFile, LocalFolder, lies_in
+from .source import WRITING, Bytes, ChunkedArray, LocalFile, LocalFolder, lies_in
 
 MAX_BYTES = 512 << 20
 ITEM = 8 << 20
@@ -623,9 +623,6 @@ def _written(item: Item, plan: Plan, place: int, buffers: dict[int, Bytes], resu
 
 # --- in a folder beside the target, until all is there ----------------------------------------------------------------
 
-NOTE = ".meshload-writing"
-"""A file in the unfinished folder that says what is being written there."""
-
 
 FAILED = ".meshload-failed"
 """A file in the unfinished folder by which a process tells the others that it failed."""
@@ -634,7 +631,7 @@ FAILED = ".meshload-failed"
 def remember(staging: LocalFolder, what: Mapping[str, Any]) -> None:
     """Note what is being written; an unfinished folder of something else raises."""
     text = json.dumps(what, sort_keys=True)
-    path = staging.path / NOTE
+    path = staging.path / WRITING
     try:
         if path.exists() and path.read_text(errors="replace") not in ("", text):  # empty: killed before it was written
             raise LayoutError(
@@ -693,7 +690,7 @@ def locked(staging: Path) -> Iterator[None]:
 def publish(staging: LocalFolder, target: Path) -> None:
     """Give a finished folder its name, once all of it is on the disk."""
     try:
-        (staging.path / NOTE).unlink(missing_ok=True)
+        (staging.path / WRITING).unlink(missing_ok=True)
         for path, folders, files in os.walk(staging.path, topdown=False):
             for name in files:
                 if not os.path.islink(os.path.join(path, name)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,9 +28,9 @@ from meshload import Box, dequantising
 from meshload.errors import FormatError, LayoutError, LimitError, MeshloadError, MeshloadWarning, SourceError
 from meshload.formats import Parts
 from meshload.pieces import empty
-from meshload.source import LocalFolder
+from meshload.source import WRITING, LocalFolder
 from meshload.testing import llama_shapes, ramp, read_safetensors, same_bits, write_checkpoint
-from meshload.writing import NOTE, staging_of
+from meshload.writing import staging_of
 from meshload_adapters._orbax_files import chunks
 from meshload_adapters.formats.hf import HuggingFace
 from meshload_adapters.formats.orbax import Orbax
@@ -768,7 +770,7 @@ def test_a_killed_conversion_publishes_nothing_and_is_resumed(larger: Path, to: 
             file.write(b"damaged!")
     meshload.convert(larger, target, to=to, resume=True, **options)
     assert os.listdir(tmp_path) == ["out"]
-    assert NOTE not in os.listdir(target)
+    assert WRITING not in os.listdir(target)
     assert different(bits_of(target), bits_of(larger)) == []
 
 
@@ -1024,6 +1026,33 @@ def test_b51_what_is_being_written_is_no_checkpoint_yet(larger: Path, tmp_path: 
         meshload.open(target)
     assert "commit_success.txt" not in os.listdir(staging_of(target))
     assert "_CHECKPOINT_METADATA" not in os.listdir(staging_of(target))
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax", "dcp", "megatron"])
+def test_b51_an_interrupted_writing_is_refused_by_name_wherever_it_lies(
+    to: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+
+    def stopped(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("meshload.converting.fill", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            meshload.convert(source, target, to=to)
+    assert os.listdir(tmp_path) == [staging_of(target).name]
+    report = meshload.check(staging_of(target))
+    assert [p.text for p in report.problems if "not finished" in p.text]
+    for call in (meshload.open, partial(meshload.restore, layout="replicated"), partial(meshload.open, format=to)):
+        with pytest.raises(FormatError, match=rf"{re.escape(str(staging_of(target)))}: .* not finished.*resume=True"):
+            call(staging_of(target))
+    shutil.move(staging_of(target), tmp_path / "moved")
+    with pytest.raises(FormatError, match=r"moved: .* not finished"):
+        meshload.open(tmp_path / "moved")
+    shutil.move(tmp_path / "moved", staging_of(target))
+    meshload.convert(source, target, to=to, resume=True)
+    assert meshload.verify(source, target).ok
 
 
 # --- bounded memory ---------------------------------------------------------------------------------------------------
