@@ -100,6 +100,13 @@ def test_a_hugging_face_checkpoint_goes_to_orbax_and_back_bit_for_bit(name: str,
             assert not (path / file).exists() or (tmp_path / made / file).read_bytes() == (path / file).read_bytes()
 
 
+def test_orbax_restores_what_is_converted_where_it_is_told_of_no_sharding(tmp_path: Path) -> None:
+    orbax = pytest.importorskip("orbax.checkpoint")
+    path = write_checkpoint(tmp_path / "src", {"w": ramp("w", (3, 4))})
+    meshload.convert(path, tmp_path / "orbax", to="orbax")
+    assert same_bits(orbax.PyTreeCheckpointer().restore(tmp_path / "orbax")["w"], ramp("w", (3, 4)))
+
+
 @pytest.mark.parametrize("name", ORBAX)
 def test_an_orbax_checkpoint_goes_to_hugging_face_and_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     path = ORBAX[name] / "checkpoint"

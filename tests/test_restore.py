@@ -14,6 +14,7 @@ import pytest
 
 import meshload
 from meshload import Layout
+from meshload.naming import model_of
 from meshload.testing import counted, llama_shapes, ramp, read_safetensors, same_bits, write_checkpoint
 
 HERE = Path(__file__).resolve().parent
@@ -745,6 +746,18 @@ def test_b83_a_transformer_prefix_may_be_there_or_not(tmp_path: Path) -> None:
     bare = {n.removeprefix("model."): w for n, w in toy().items()}
     found = restored(write_checkpoint(tmp_path, bare, TOY), mesh="tp=2", rank=1)
     assert_same(found, expected(toy(), TOY, {"tp": 2}, 1))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "bloom", "falcon", "llama"])
+def test_names_under_the_key_model_are_those_of_the_family(tmp_path: Path, family: str) -> None:
+    """As DCP has them of `{"model": model.state_dict()}`."""
+    config = {"model_type": family, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 6}
+    config |= {"intermediate_size": 12, "n_positions": 5, "tie_word_embeddings": False}
+    model = model_of("hf", config)
+    assert model is not None
+    arrays = {name: ramp(name, model.whole_shape(line)) for name, line, _ in model.arrays()}
+    found = restored(write_checkpoint(tmp_path, {f"model.{n}": a for n, a in arrays.items()}, config))
+    assert_same(found, arrays)
 
 
 def test_b42_two_spellings_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -132,13 +132,16 @@ def _zarr3(array: Array, chunk: Shape, compress: bool) -> dict[str, Any]:
     }
 
 
-def tree_of(arrays: Mapping[str, tuple[Array, Shape]], *, zarr3: bool, kind: str = "jax.Array") -> bytes:
-    """Return `_METADATA`: a nested dict, cut at the dots of the names. `kind` is what Orbax restores where nobody says."""
+def tree_of(arrays: Mapping[str, tuple[Array, Shape]], *, zarr3: bool) -> bytes:
+    """Return `_METADATA`: a nested dict, cut at the dots of the names.
+
+    Of `np.ndarray`s, which Orbax restores where it is told of no sharding; it refuses a `jax.Array` without one.
+    """
     paths = paths_of(arrays)
     described = {
         str(path): {
             "key_metadata": [{"key": key, "key_type": 2} for key in path],
-            "value_metadata": {"value_type": kind, "skip_deserialize": False, "write_shape": list(arrays[name][1])},
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False, "write_shape": list(arrays[name][1])},
         }
         for name, path in paths.items()
     }

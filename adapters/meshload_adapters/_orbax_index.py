@@ -65,7 +65,7 @@ def write_index(
     nodes = f"index.{name.hex[:16]}.ocdbt"
     manifest, data = database(_values(grids, places), nodes, uuid=name.bytes, time_ns=time.time_ns())
     laid = {grid.array.name: (grid.array, grid.chunk) for grid in grids}
-    put(folder, "_METADATA", tree_of(laid, zarr3=False, kind="np.ndarray"))
+    put(folder, "_METADATA", tree_of(laid, zarr3=False))
     commit(folder)
     put(folder, nodes, data)
     put(folder, MANIFEST, manifest)
