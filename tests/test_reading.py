@@ -338,9 +338,16 @@ def test_a_run_within_a_long_one_is_read_where_it_lies() -> None:
     """As of torch's views: the long one is cut into requests, of which the last is short enough to share a range."""
     data = np.random.default_rng(0).integers(0, 256, REQUEST + 9000, np.uint8)
     source = InMemory("f", data.tobytes(), gap=4096)
-    places = [(0, 1000), (1000, REQUEST + 5000), (REQUEST + 500, 100)]
+    places = [(0, 1000), (100, 200), (1000, REQUEST + 5000), (REQUEST + 500, 100)]
     arrays = [Array("w", data.dtype, (n,), piece(source, at, (n,), 1)) for at, n in places]
     assert same_bits(read_array(concatenate(arrays)), np.concatenate([data[at : at + n] for at, n in places]))
+
+
+def test_a_run_that_is_cut_may_lie_within_another() -> None:
+    values = ramp("w", (20, 10), np.uint16)
+    array = Array("w", values.dtype, values.shape, piece(InMemory("f", values.tobytes()), 0, values.shape, 2))
+    found = read_array(concatenate([array.T, array[5:7].T], 1))
+    assert same_bits(found, np.concatenate([values.T, values[5:7].T], 1))
 
 
 class _Into(InMemory):
