@@ -117,13 +117,42 @@ class FileSink:
             os.close(descriptor)
 
 
+class Commit(threading.local):
+    """The transaction of each thread, in which its writes to a database wait, to share a commit.
+
+    A commit writes each leaf anew that it changes, and there may be thousands of chunks in a leaf.
+    """
+
+    pending: Any = None
+
+    def transaction(self) -> Any:
+        """Return the one that is open; one is begun where there is none."""
+        import tensorstore
+
+        if self.pending is None:
+            self.pending = tensorstore.Transaction()
+        return self.pending
+
+    def end(self, name: str) -> None:
+        """Commit what is open; errors call it `name`."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        try:
+            pending.commit_async().result()
+        except (ValueError, OSError) as error:
+            raise SourceError(f"{name}: writing it, or chunks beside it, failed: {error}") from error
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkSink:
     """A TensorStore array, written by whole chunks."""
 
     source: ChunkedArray
     context: Any
-    """TensorStore's, shared by the sinks of one writing, so that their writes share commits."""
+    """TensorStore's, shared by the sinks of one writing."""
+    commit: Commit
+    """Shared, too."""
 
     @property
     def name(self) -> str:
@@ -143,7 +172,8 @@ class ChunkSink:
     def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
         if values.dtype == np.bool_ and (values.view(np.uint8) > 1).any():
             raise FormatError(f"{self.name}: chunk {start // self.source.unit} holds bytes that are neither false (0) nor true (1)")
-        writing = self.store[self._box(start)].write(values, can_reference_source_data_indefinitely=True)
+        store = self.store.with_transaction(self.commit.transaction())
+        writing = store[self._box(start)].write(values, can_reference_source_data_indefinitely=True)
 
         def end() -> None:
             try:
@@ -161,7 +191,8 @@ class ChunkSink:
         return bool(_bytes(np.asarray(found, order="C")) == _bytes(values))
 
     def flush(self) -> None:
-        """Do nothing: a database is synced whole, in the end."""
+        """Commit what this thread wrote; a database is synced whole, in the end."""
+        self.commit.end(self.name)
 
     def _box(self, start: int) -> tuple[slice, ...]:
         return self.source.slices(start // self.source.unit)
@@ -187,14 +218,14 @@ def _located(source: Any, start: int, nbytes: int) -> tuple[Any, int]:
     return source.located(start, nbytes) if isinstance(source, Located) else (source, start)
 
 
-def sink_of(source: Any, context: Any) -> Sink:
+def sink_of(source: Any, context: Any, commit: Commit) -> Sink:
     """Return the sink at the place of a source; what is both is its own."""
     if hasattr(source, "write"):
         return cast(Sink, source)
     if isinstance(source, LocalFile):
         return FileSink(source.path, source.name)
     if isinstance(source, ChunkedArray):
-        return ChunkSink(source, context)
+        return ChunkSink(source, context, commit)
     raise LayoutError(f"{getattr(source, 'name', source)}: only local files and TensorStore arrays can be written")
 
 
@@ -302,7 +333,7 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
     jobs: list[Job] = []
     targets = Targets()
     sinks: dict[int, Sink] = {}
-    context = _context()
+    context, commit = _context(), Commit()
     room = max(1, max_bytes // (4 * MOVERS))
     movers, reading = _movers(pairs, max_bytes, room)
     for made, stored in pairs:
@@ -314,7 +345,7 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
             boxes.source.tolist(), boxes.offset.tolist(), boxes.start.tolist(), boxes.shape.tolist(), strict=True
         ):
             source, start = _located(boxes.sources[number], start, math.prod(shape) * made.dtype.itemsize)
-            sink = sinks.get(id(source)) or sinks.setdefault(id(source), sink_of(source, context))
+            sink = sinks.get(id(source)) or sinks.setdefault(id(source), sink_of(source, context, commit))
             box = Box(tuple(first), tuple(shape))
             items.append(Item(made.name, sink, start, box, made.dtype))
             block.append(

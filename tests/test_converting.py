@@ -28,7 +28,7 @@ from meshload.formats import Parts
 from meshload.pieces import empty
 from meshload.source import LocalFolder
 from meshload.testing import ramp, read_safetensors, same_bits, write_checkpoint
-from meshload.writing import NOTE, staging_of
+from meshload.writing import NOTE, remove, staging_of
 from meshload_adapters._orbax_files import chunks
 from meshload_adapters.formats.hf import HuggingFace
 from meshload_adapters.formats.orbax import Orbax
@@ -763,6 +763,22 @@ def referred(folder: Path) -> set[str]:
         for entry in tensorstore.ocdbt.dump(store, place).result()["entries"] if kind == "btreenode" else ():
             places += [entry[key] for key in ("location", "indirect_value") if key in entry]
     return files
+
+
+def test_arrays_of_one_database_share_commits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit writes a leaf of the database anew: one for each array would make writing quadratic."""
+    arrays = {f"a.{i}": np.full((4, 16), i, np.int32) for i in range(300)}
+    source = write_checkpoint(tmp_path / "src", arrays)
+    files = []
+
+    def counted(folder: Any, names: Any) -> None:
+        files.append(len(folder.names("d")))
+        remove(folder, names)
+
+    monkeypatch.setattr("meshload_adapters._orbax_files.remove", counted)
+    meshload.convert(source, tmp_path / "orbax", to="orbax")
+    assert files[0] <= 20
+    assert different(bits_of(tmp_path / "orbax"), arrays) == []
 
 
 def test_what_a_killed_conversion_left_is_not_published(larger: Path, tmp_path: Path) -> None:
