@@ -97,6 +97,8 @@ def converted(folder: Path, out: Path, name: str) -> dict[str, Any]:
     from meshload_adapters import formats
 
     format, options, mesh = TARGETS[name]
+    if format == "DeepSpeed":
+        options["parameters"] = list(json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"])
     to = getattr(formats, format)(**options)
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
