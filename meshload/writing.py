@@ -38,6 +38,9 @@ from .source import WRITING, Bytes, ChunkedArray, LocalFile, LocalFolder, lies_i
 MAX_BYTES = 512 << 20
 ITEM = 8 << 20
 """Bytes of a file that are moved as one; as large as a good read."""
+WRITE = 512 << 10
+"""Bytes that the system is asked to write at once. For more it looks for large pages to keep them in, for which some virtual
+machines wait longer than for the disk."""
 MOVERS = 2
 """Groups of items in flight: one is written while another is read."""
 
@@ -76,7 +79,7 @@ class FileSink:
             for start, view in runs:
                 while len(view):
                     try:
-                        n = os.pwrite(descriptor, view, start)
+                        n = os.pwrite(descriptor, view[:WRITE], start)
                     except OSError as error:
                         raise _said(error, self.name, f"writing {len(view)} bytes at {start}") from error
                     view, start = view[n:], start + n

@@ -30,7 +30,7 @@ from meshload.formats import Parts
 from meshload.pieces import empty
 from meshload.source import WRITING, LocalFolder
 from meshload.testing import llama_shapes, ramp, read_safetensors, same_bits, write_checkpoint
-from meshload.writing import staging_of
+from meshload.writing import WRITE, staging_of
 from meshload_adapters._orbax_files import chunks
 from meshload_adapters.formats.hf import HuggingFace
 from meshload_adapters.formats.orbax import Orbax
@@ -793,6 +793,23 @@ def referred(folder: Path) -> set[str]:
         for entry in tensorstore.ocdbt.dump(store, place).result()["entries"] if kind == "btreenode" else ():
             places += [entry[key] for key in ("location", "indirect_value") if key in entry]
     return files
+
+
+def test_large_arrays_are_written_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.arange(1 << 20).reshape(1 << 10, 1 << 10).astype(np.uint16).view(np.float16)
+    values = np.where(np.isfinite(values), values, np.float16(1))
+    source = write_checkpoint(tmp_path / "src", {"a": values})
+    sizes, pwrite = [], os.pwrite
+
+    def counted(descriptor: int, data: memoryview, start: int) -> int:
+        sizes.append(len(data))
+        return pwrite(descriptor, data, start)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    meshload.convert(source, tmp_path / "out", to="hf", dtype="float32")
+    assert sum(sizes) > 4 * values.size
+    assert max(sizes) == WRITE
+    assert different(bits_of(tmp_path / "out"), {"a": values.astype(np.float32)}) == []
 
 
 def test_what_a_killed_conversion_left_is_not_published(larger: Path, tmp_path: Path) -> None:
