@@ -39,8 +39,7 @@ MAX_BYTES = 512 << 20
 ITEM = 8 << 20
 """Bytes of a file that are moved as one; as large as a good read."""
 WRITE = 512 << 10
-"""Bytes that the system is asked to write at once. For more it looks for large pages to keep them in, for which some virtual
-machines wait longer than for the disk."""
+"""Bytes that the system is asked to write at once: here 8 MiB took twice as long, in system calls."""
 MOVERS = 2
 """Groups of items in flight: one is written while another is read."""
 
@@ -120,28 +119,31 @@ class FileSink:
             os.close(descriptor)
 
 
-class Stores:
-    """The key-value stores of one writing, each opened once: else every array had a database of its own, and committed alone."""
+class Commit(threading.local):
+    """The transaction of each thread, in which its writes to a database wait, to share a commit.
 
-    def __init__(self) -> None:
+    A commit writes each leaf anew that it changes, and there may be thousands of chunks in a leaf.
+    """
+
+    pending: Any = None
+
+    def transaction(self) -> Any:
+        """Return the one that is open; one is begun where there is none."""
         import tensorstore
 
-        self.context = tensorstore.Context({"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
-        self.opened: dict[str, Any] = {}
-        self.lock = threading.Lock()
+        if self.pending is None:
+            self.pending = tensorstore.Transaction()
+        return self.pending
 
-    def at(self, spec: dict[str, Any]) -> Any:
-        """Return the store that a spec means, at its path."""
-        import tensorstore
-
-        path = spec.pop("path", "")
-        key = json.dumps(spec, sort_keys=True)
-        with self.lock:
-            if key not in self.opened:
-                self.opened[key] = tensorstore.KvStore.open(spec, context=self.context).result()
-        found = self.opened[key].copy()
-        found.path = path
-        return found
+    def end(self, name: str) -> None:
+        """Commit what is open; errors call it `name`."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        try:
+            pending.commit_async().result()
+        except (ValueError, OSError) as error:
+            raise SourceError(f"{name}: writing it, or chunks beside it, failed: {error}") from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +151,10 @@ class ChunkSink:
     """A TensorStore array, written by whole chunks."""
 
     source: ChunkedArray
-    stores: Stores
+    context: Any
+    """TensorStore's, shared by the sinks of one writing."""
+    commit: Commit
+    """Shared, too."""
 
     @property
     def name(self) -> str:
@@ -159,17 +164,18 @@ class ChunkSink:
     def store(self) -> Any:
         import tensorstore
 
-        spec = self.source.store.spec(unbind_context=True).to_json()
+        spec = self.source.store.spec(retain_context=False).to_json()  # else each array has a context, and a database, of its own
+        spec["kvstore"]["cache_pool"] = "cache_pool#ocdbt"
         try:
-            place = self.stores.at(spec.pop("kvstore"))
-            return tensorstore.open(spec, kvstore=place, context=self.stores.context, read=True, write=True, open=True).result()
+            return tensorstore.open(spec, context=self.context, read=True, write=True, open=True).result()
         except (ValueError, OSError) as error:
             raise SourceError(f"{self.name}: cannot be opened for writing: {error}") from error
 
     def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
         if values.dtype == np.bool_ and (values.view(np.uint8) > 1).any():
             raise FormatError(f"{self.name}: chunk {start // self.source.unit} holds bytes that are neither false (0) nor true (1)")
-        writing = self.store[self._box(start)].write(values, can_reference_source_data_indefinitely=True)
+        store = self.store.with_transaction(self.commit.transaction())
+        writing = store[self._box(start)].write(values, can_reference_source_data_indefinitely=True)
 
         def end() -> None:
             try:
@@ -187,7 +193,8 @@ class ChunkSink:
         return bool(_bytes(np.asarray(found, order="C")) == _bytes(values))
 
     def flush(self) -> None:
-        """Do nothing: a database is synced whole, in the end."""
+        """Commit what this thread wrote; a database is synced whole, in the end."""
+        self.commit.end(self.name)
 
     def _box(self, start: int) -> tuple[slice, ...]:
         return self.source.slices(start // self.source.unit)
@@ -213,14 +220,14 @@ def _located(source: Any, start: int, nbytes: int) -> tuple[Any, int]:
     return source.located(start, nbytes) if isinstance(source, Located) else (source, start)
 
 
-def sink_of(source: Any, stores: Stores) -> Sink:
+def sink_of(source: Any, context: Any, commit: Commit) -> Sink:
     """Return the sink at the place of a source; what is both is its own."""
     if hasattr(source, "write"):
         return cast(Sink, source)
     if isinstance(source, LocalFile):
         return FileSink(source.path, source.name)
     if isinstance(source, ChunkedArray):
-        return ChunkSink(source, stores)
+        return ChunkSink(source, context, commit)
     raise LayoutError(f"{getattr(source, 'name', source)}: only local files and TensorStore arrays can be written")
 
 
@@ -328,7 +335,7 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
     jobs: list[Job] = []
     targets = Targets()
     sinks: dict[int, Sink] = {}
-    stores = Stores()
+    context, commit = _context(), Commit()
     room = max(1, max_bytes // (4 * MOVERS))
     movers, reading = _movers(pairs, max_bytes, room)
     for made, stored in pairs:
@@ -340,7 +347,7 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
             boxes.source.tolist(), boxes.offset.tolist(), boxes.start.tolist(), boxes.shape.tolist(), strict=True
         ):
             source, start = _located(boxes.sources[number], start, math.prod(shape) * made.dtype.itemsize)
-            sink = sinks.get(id(source)) or sinks.setdefault(id(source), sink_of(source, stores))
+            sink = sinks.get(id(source)) or sinks.setdefault(id(source), sink_of(source, context, commit))
             box = Box(tuple(first), tuple(shape))
             items.append(Item(made.name, sink, start, box, made.dtype))
             block.append(
@@ -396,6 +403,12 @@ def _runs(items: Sequence[Item], targets: Targets, joined: Joined, rows: Ints, b
         if target.step is not None or target.dtype != items[i].dtype or i in joined.others:
             found[i] = -1
     return found
+
+
+def _context() -> Any:
+    import tensorstore
+
+    return tensorstore.Context({"file_io_sync": False, "cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
 
 
 def _in_memory(rows: Pieces, first: int, stored: Array) -> Pieces:

@@ -439,10 +439,10 @@ class CountingCommits(Orbax):
 
 
 def test_arrays_share_one_database_and_its_commits(tmp_path: Path) -> None:
-    """Where each had one of its own, every one of n commits began anew for the others: 10,000 arrays took more than 24 GB."""
+    """A commit writes a leaf of the database anew: one for each array made writing quadratic."""
     arrays = {f"w{i}": ramp(f"w{i}", (2,)) for i in range(400)}
     meshload.convert(write_checkpoint(tmp_path / "src", arrays), tmp_path / "out", to=CountingCommits())
-    assert CountingCommits.commits[0] < 200
+    assert CountingCommits.commits[0] < 10
     assert meshload.verify(tmp_path / "src", tmp_path / "out").ok
 
 
