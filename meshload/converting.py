@@ -20,7 +20,7 @@ from .box import Box
 from .checkpoint import Checkpoint
 from .errors import LayoutError, MeshloadError, MeshloadWarning, SourceError, listing
 from .exchange import running, together
-from .formats import Format, Parts, Renaming, Writer, installed
+from .formats import Format, Parts, Renaming, TyingWriter, Writer, installed
 from .frameworks import Group, framework_of, is_floating
 from .loading import as_dtype, as_meant, byte_count, check_meaning, in_full, kinds_of, moments_of, open, plan, shown_progress
 from .mesh import Mesh
@@ -257,7 +257,34 @@ def _view(checkpoint: Checkpoint, writer: Writer, names: str | None) -> Checkpoi
             f"{shown} elements would be written, {stored} are stored: {view.names} has several names for some of them, and the "
             f"config does not say which is meant; give it in config= (MaxText's scan_layers is such a key)"
         )
-    return view
+    return _tied_once(view, writer) if isinstance(writer, TyingWriter) else view
+
+
+def _tied_once(view: Checkpoint, writer: Writer) -> Checkpoint:
+    """Return a checkpoint without second copies of what the config ties; copies that differ raise."""
+    model = model_in(view)
+    ties = {} if model is None else model.ties
+
+    def once(arrays: Mapping[str, Array]) -> dict[str, Array]:
+        second = {alias for alias, name in ties.items() if alias in arrays and name in arrays}
+        for alias in second:
+            _check_copies(arrays[alias], arrays[ties[alias]], writer)
+        return {name: array for name, array in arrays.items() if name not in second}
+
+    return replace(view, arrays=once(view.arrays), optimizer={kind: once(of) for kind, of in view.optimizer.items()})
+
+
+def _check_copies(one: Array, other: Array, writer: Writer) -> None:
+    """Raise where two copies differ, of which only one can be written."""
+    rows = max(1, MAX_BYTES // 16 // max(1, math.prod(one.shape[1:]) * one.dtype.itemsize))
+    same = one.shape == other.shape and all(
+        np.asarray(one[at : at + rows]).tobytes() == np.asarray(other[at : at + rows]).tobytes() for at in range(0, len(one), rows)
+    )
+    if not same:
+        raise LayoutError(
+            f"{one.name} and {other.name} are tied by the config, {writer.name} has one place for both, and the stored copies "
+            f"differ; say in config= that they are not tied ('tie_word_embeddings': False), or make them equal"
+        )
 
 
 def tell_bytes(arrays: Sequence[Array], format: Format, *, stacklevel: int) -> None:

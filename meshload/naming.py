@@ -30,6 +30,8 @@ from .pieces import Pieces, stacked, union
 from .quantised import Method, parse_method, with_companions
 
 CANONICAL = "hf"
+LIVE = "transformers"
+"""The naming of live modules; families without a table of it are called there as on the disk."""
 
 METHODS = ("quantised", "adapted")
 """Tables of what lies beside weights, in any naming."""
@@ -211,6 +213,8 @@ def model_of(naming: str, config: Mapping[str, Any] | None, *, names: Iterable[s
     """
     family = family_of(config)
     tables = tables_of(family)
+    if naming == LIVE and naming not in tables:
+        naming = CANONICAL
     if config is None or naming not in tables:
         return None
     table = tables[naming]

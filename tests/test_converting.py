@@ -636,6 +636,22 @@ def test_scales_of_which_it_is_not_said_what_they_scale_are_refused(shape: tuple
     assert os.listdir(tmp_path) == ["src"]
 
 
+@pytest.mark.parametrize("to", ["megatron", "megatron_core", "fast_llm"])
+def test_both_copies_of_a_tied_weight_go_into_the_one_place_for_them_if_they_are_equal(to: str, tmp_path: Path) -> None:
+    """As FSDP saves them: under both names."""
+    arrays, config = tied_qwen2()
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()
+    path = write_checkpoint(tmp_path / "src", arrays, config)
+    meshload.convert(path, tmp_path / "out", to=to)
+    found = meshload.open(tmp_path / "out", config=config).with_names("hf")
+    assert different({name: np.asarray(found[name]) for name in arrays}, arrays) == []
+    arrays["lm_head.weight"][-1, -1] += 1
+    other = write_checkpoint(tmp_path / "other", arrays, config)
+    with pytest.raises(LayoutError, match=r"are tied by the config, .* has one place for both, and the stored copies differ"):
+        meshload.convert(other, tmp_path / "more", to=to)
+    assert sorted(os.listdir(tmp_path)) == ["other", "out", "src"]
+
+
 def test_what_is_dequantised_is_no_damage(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "src", fp8(QWEN3), QWEN3)
     told = meshload.digest(path)

@@ -557,6 +557,11 @@ def test_names_may_be_native(folder: Path) -> None:
     assert_same(restored(folder, names="native", mesh="tp=2", rank=0), expected(toy(), TOY, {"tp": 2}, 0))
 
 
+def test_live_names_are_those_of_the_disk_where_no_table_says_otherwise(folder: Path) -> None:
+    assert_same(restored(folder, names="transformers"), toy())
+    assert set(meshload.open(folder).with_names("transformers")) == set(toy())
+
+
 def test_a_naming_without_a_table_is_refused(folder: Path) -> None:
     with pytest.raises(meshload.LayoutError, match="no flexgen table for model_type 'llama'"):
         restored(folder, names="flexgen")

@@ -37,6 +37,7 @@ class MegatronCore:
     name = "megatron_core"
     order = 30
     naming = "megatron"
+    has_one_place_for_ties = True
 
     def __post_init__(self) -> None:
         if self.glu_interleave is not None and (type(self.glu_interleave) is not int or self.glu_interleave < 0):
