@@ -151,6 +151,8 @@ def _app() -> Any:
         dtype: str | None = typer.Option(None, help="Cast floating arrays to this: bf16, fp16, fp32."),
         names: str | None = names,
         optimizer: list[str] | None = typer.Option(None, help="Also the optimizer's arrays of this kind, or 'all'."),  # noqa: B008
+        include: list[str] | None = typer.Option(None, help="Globs of names to take."),  # noqa: B008
+        exclude: list[str] | None = typer.Option(None, help="Globs of names to leave out."),  # noqa: B008
         resume: bool = typer.Option(False, help="Go on with an interrupted conversion."),
         max_bytes: int | None = typer.Option(None, help="Ceiling of memory; 512 MiB by default."),
         format: str | None = format_,
@@ -175,6 +177,8 @@ def _app() -> Any:
                 dtype=dtype,
                 names=names,
                 optimizer=_kinds(optimizer),
+                include=include or None,
+                exclude=exclude or None,
                 resume=resume,
                 max_bytes=max_bytes,
                 format=format,

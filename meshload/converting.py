@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from .formats import Format, Parts, Renaming, TyingWriter, Writer, installed
 from .frameworks import Group, framework_of, is_floating
 from .loading import as_dtype, as_meant, byte_count, check_meaning, in_full, kinds_of, moments_of, open, plan, shown_progress
 from .mesh import Mesh
+from .naming import chosen
 from .ranks import launched, resolved
 from .reading import Progress
 from .requesting import LayoutLike, missing_arrays, model_in
@@ -48,6 +50,8 @@ def convert(
     names: str | None = None,
     dtype: Any = None,
     optimizer: bool | Sequence[str] = False,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     format: str | Format | None = None,
     config: Any = None,
     max_bytes: int | None = None,
@@ -65,6 +69,7 @@ def convert(
         names: A naming; by default the target's own where the family is known, else the names stay.
         dtype: Cast floating weights to this; quantised weights are dequantised, or refused where that is not known.
         optimizer: Also convert the optimizer's arrays: all kinds, or those that are named (`"exp_avg"`, `"master"` ...).
+        include, exclude: Globs of names, as they are written; moments go with their weights.
         format, config: As for `open`, of the source.
         max_bytes: Ceiling of memory that is no metadata, beyond the largest unit that the target encodes at once; 512 MiB.
         resume: Go on with an interrupted writing of the same source with the same options; what it finished is compared, not
@@ -78,8 +83,13 @@ def convert(
     limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
     cast = as_dtype(dtype, framework_of("numpy"))
     checkpoint = as_meant(src if isinstance(src, Checkpoint) else open(src, format=format, config=config), cast)
+    checkpoint = replace(checkpoint, unavailable=_chosen(checkpoint.unavailable, include, exclude))
     _refuse_lost(src, checkpoint)
     view = _view(checkpoint, writer, names)
+    if include is not None or exclude is not None:
+        moments = {kind: _chosen(of, include, exclude) for kind, of in view.optimizer.items()}
+        _tell_idle(view, include=include, exclude=exclude)
+        view = replace(view, arrays=_chosen(view.arrays, include, exclude), optimizer=moments)
     _refuse_lost(src, view, missing_arrays(checkpoint) if view.unavailable else ())
     if not view.arrays:
         raise LayoutError(f"{src}: it holds no arrays, so there is nothing to convert")
@@ -285,6 +295,22 @@ def _check_copies(one: Array, other: Array, writer: Writer) -> None:
             f"{one.name} and {other.name} are tied by the config, {writer.name} has one place for both, and the stored copies "
             f"differ; say in config= that they are not tied ('tie_word_embeddings': False), or make them equal"
         )
+
+
+Held = TypeVar("Held")
+
+
+def _chosen(held: Mapping[str, Held], include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> dict[str, Held]:
+    return {name: held[name] for name in chosen(held, include, exclude)}
+
+
+def _tell_idle(view: Checkpoint, **patterns: str | Sequence[str] | None) -> None:
+    """Warn of globs that no name fits."""
+    for word, globs in patterns.items():
+        for glob in [globs] if isinstance(globs, str) else globs or ():
+            if not any(fnmatch.fnmatchcase(name, glob) for name in (*view.arrays, *view.unavailable)):
+                text = f"{word}=: {glob!r} matches no name; there are {listing(view.arrays, 3)}"
+                warnings.warn(text, MeshloadWarning, stacklevel=3)
 
 
 def tell_bytes(arrays: Sequence[Array], format: Format, *, stacklevel: int) -> None:

@@ -652,6 +652,19 @@ def test_both_copies_of_a_tied_weight_go_into_the_one_place_for_them_if_they_are
     assert sorted(os.listdir(tmp_path)) == ["other", "out", "src"]
 
 
+def test_arrays_that_are_no_weights_may_be_left_out(tmp_path: Path) -> None:
+    arrays, config = tied_qwen2()
+    path = write_checkpoint(tmp_path / "src", {**arrays, "rng.state": ramp("r", (5,), np.uint8)}, config)
+    with pytest.warns(MeshloadWarning), pytest.raises(LayoutError, match=r"rng\.state"):
+        meshload.convert(path, tmp_path / "out", to="megatron")
+    meshload.convert(path, tmp_path / "out", to="megatron", exclude="rng.*")
+    found = meshload.open(tmp_path / "out", config=config).with_names("hf")
+    assert different({name: np.asarray(found[name]) for name in arrays}, arrays) == []
+    with pytest.warns(MeshloadWarning, match=r"include=: '\*\.nrom\.\*' matches no name; there are "):
+        meshload.convert(path, tmp_path / "norm", to="hf", include=["*.norm.weight", "*.nrom.*"])
+    assert list(hf_files(tmp_path / "norm")) == ["model.norm.weight"]
+
+
 def test_what_is_dequantised_is_no_damage(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "src", fp8(QWEN3), QWEN3)
     told = meshload.digest(path)
