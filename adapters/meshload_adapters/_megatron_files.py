@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -35,6 +36,9 @@ MULTIPLE = 128
 """To a multiple of this, per rank, Megatron pads the vocabulary unless it is told another."""
 
 VERSION = 3.0
+
+LINEAR = (".linear_proj", ".linear_qkv", ".linear_fc1", ".linear_fc2")
+"""The linear modules of a layer."""
 
 PLAIN = ("gpt2", "gpt_neox")
 """Families with LayerNorm, biases everywhere, and no gate; the others have RMSNorm and a gate."""
@@ -205,7 +209,7 @@ def lay_out_ranks(
                 root |= {"model": chunks[0]} if len(chunks) == 1 else {f"model{v}": chunk for v, chunk in enumerate(chunks)}
                 rank = f"mp_rank_{t:02d}" + f"_{p:03d}" * (degrees.pp > 1) + f"_{e:03d}" * (degrees.ep > 1)
                 if states is not None:
-                    every = [(v, n, tensor) for v, chunk in enumerate(chunks) for n, tensor in chunk.items()]
+                    every = [(v, n, tensor) for v, chunk in enumerate(chunks) for n, tensor in chunk.items() if tensor]
                     root["optimizer"] = states.optimizer(every)
                     root |= {"opt_param_scheduler": dict(scheduler)} if scheduler else {}
                     if is_distributed:
@@ -254,16 +258,24 @@ class _Run:
         if odd:
             raise LayoutError(f"how tensor-parallel ranks share {listing(odd)} is not known; Megatron has no such modules")
 
-    def chunk(self, v: int, p: int, e: int) -> OrderedDict[str, NewTensor]:
+    def chunk(self, v: int, p: int, e: int) -> OrderedDict[str, NewTensor | None]:
         """Return the state dict of chunk `v` of pipeline rank `p` and expert rank `e`; any tensor rank's has these shapes.
 
-        It is in the order of modules, which is what the optimizer goes by.
+        It is in the order of modules, which is what the optimizer goes by. Linear ones have an `_extra_state` that says nothing,
+        without which Megatron loads none.
         """
         found = dict(self._held(v, p, e))
         order = module_order(found)
         if order is None:
             raise LayoutError(f"Megatron's local layer spec does not have all of such modules as {listing(found)}")
-        return OrderedDict((name, self._local(taken_apart(name), found[name])) for name in order)
+        made: OrderedDict[str, NewTensor | None] = OrderedDict()
+        for module, names in itertools.groupby(order, lambda name: name.rpartition(".")[0]):
+            made.update((name, self._local(taken_apart(name), found[name])) for name in names)
+            if module.endswith(LINEAR):
+                made[f"{module}._extra_state"] = None
+        if v * self.degrees.pp + p == self.degrees.pp * self.degrees.virtual - 1:
+            made[f"{HEAD.removesuffix('.weight')}._extra_state"] = None  # a tied head has one as well
+        return made
 
     def _held(self, v: int, p: int, e: int) -> Iterator[tuple[str, Array]]:
         """Go through the arrays of a chunk, under its own names."""

@@ -3,7 +3,8 @@
 `checks_megatron_core.py CASE...`: each case is a folder with `there/release`, a torch_dist checkpoint, and `ids.npy`, tokens. A
 `GPTModel` is made as `args` in the checkpoint say, and filled by `dist_checkpointing.load`; its logits are written to `logits.npy`,
 and what `dist_checkpointing.save` makes of it to `again/iter_0000005`. Where there is a folder `plain` or `distributed`, it holds
-an optimizer of that kind, too: it is loaded, and saved to `plain_again` or `distributed_again`.
+an optimizer of that kind, too: it is loaded, and saved to `plain_again` or `distributed_again`. Likewise `legacy_plain` and
+`legacy_distributed`, which hold a file for each rank, from which Megatron's training fills both.
 """
 
 from __future__ import annotations
@@ -118,9 +119,8 @@ def config_of(args: Any) -> TransformerConfig:
     )
 
 
-def model_of(args: Any) -> GPTModel:
-    """Return this rank's part of the model, whose weights are those of nobody yet."""
-    rows = TP * DIVISIBLE_BY
+def model_of(args: Any, rows: int = TP * DIVISIBLE_BY) -> GPTModel:
+    """Return this rank's part of the model, its vocabulary a multiple of `rows`, whose weights are those of nobody yet."""
     model = GPTModel(
         config_of(args),
         get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization),
@@ -183,17 +183,32 @@ def optimizer_of(model: GPTModel, *, is_distributed: bool) -> MegatronOptimizer:
 
 def go_on(args: Any, given: Path, folder: Path, *, is_distributed: bool) -> None:
     """Load a model and its optimizer, and save both."""
-    model = model_of(args)
+    t, p = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    rank = given / f"mp_rank_{t:02d}_{p:03d}"
+    model = model_of(args, *([TP] if rank.exists() else []))
     optimizer = optimizer_of(model, is_distributed=is_distributed)
     if is_distributed:  # it asks torch's Adam for its step, which has none before the first
         optimizer.step()
     metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    if rank.exists():
+        fill_from_file(model, optimizer, rank, is_distributed=is_distributed)
+        save(model, args, folder, optimizer=optimizer.sharded_state_dict(model.sharded_state_dict(), metadata=metadata))
+        return
     into = {"model": model.sharded_state_dict()}
     into["optimizer"] = optimizer.sharded_state_dict(into["model"], is_loading=True, metadata=metadata)
     loaded = dist_checkpointing.load(into, str(given), strict=StrictHandling.RAISE_ALL)
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
     save(model, args, folder, optimizer=optimizer.sharded_state_dict(model.sharded_state_dict(), metadata=metadata))
+
+
+def fill_from_file(model: GPTModel, optimizer: MegatronOptimizer, rank: Path, *, is_distributed: bool) -> None:
+    """Do what Megatron's training does with a legacy file; keys that it lacks, or that the model does, raise."""
+    loaded = torch.load(rank / "model_optim_rng.pt", weights_only=False)
+    model.load_state_dict(loaded["model"], strict=True)
+    optimizer.load_state_dict(loaded["optimizer"])
+    if is_distributed:
+        optimizer.load_parameter_state(str(rank / "distrib_optim.pt"))
 
 
 def run(rank: int, meeting: str, cases: list[str]) -> None:
@@ -211,10 +226,12 @@ def run(rank: int, meeting: str, cases: list[str]) -> None:
         if logits is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
             np.save(folder / "logits.npy", logits.numpy())
         save(model, args, folder / f"again/iter_{ITERATION:07d}")
-        for kind in ("plain", "distributed"):
+        for kind in ("plain", "distributed", "legacy_plain", "legacy_distributed"):
             for optimizer in (folder / kind).glob("iter_*"):
                 with OnTheCpu():
-                    go_on(args, optimizer, folder / f"{kind}_again/iter_{ITERATION:07d}", is_distributed=kind == "distributed")
+                    go_on(
+                        args, optimizer, folder / f"{kind}_again/iter_{ITERATION:07d}", is_distributed=kind.endswith("distributed")
+                    )
     distributed.destroy_process_group()
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import meshload
 from meshload.testing import same_bits
+from meshload_adapters.formats.megatron import Megatron
 from meshload_adapters.formats.megatron_core import MegatronCore
 
 torch = pytest.importorskip("torch")
@@ -72,8 +73,11 @@ def prepare(folder: Path, family: str) -> None:
         dcp.save({"model": state, "optim": optimizer}, checkpoint_id=folder / "dcp", no_dist=True)
         for kind, distributed in (("plain", False), ("distributed", True)):
             src = meshload.open(folder / "dcp", config=folder / "hf")
-            to = MegatronCore(distributed_optimizer=distributed)
-            meshload.convert(src, folder / kind, to=to, mesh="tp=2,pp=2", optimizer=True)
+            for name, to in (
+                (kind, MegatronCore(distributed_optimizer=distributed)),
+                (f"legacy_{kind}", Megatron(distributed_optimizer=distributed)),
+            ):
+                meshload.convert(src, folder / name, to=to, mesh="tp=2,pp=2", optimizer=True)
 
 
 def train(model: Any, ids: Any) -> Any:
@@ -104,7 +108,7 @@ def test_what_four_ranks_save_is_converted_back_bit_for_bit(folder: Path, family
     assert meshload.verify(folder / family / "hf", tmp_path / "back").ok
 
 
-@pytest.mark.parametrize("kind", ["plain", "distributed"])
+@pytest.mark.parametrize("kind", ["plain", "distributed", "legacy_plain", "legacy_distributed"])
 def test_moments_masters_and_steps_go_through_megatron_core_bit_for_bit(folder: Path, kind: str) -> None:
     config = folder / TRAINED / "hf"
     source = meshload.open(folder / TRAINED / "dcp", config=config).with_names("hf")
@@ -112,7 +116,7 @@ def test_moments_masters_and_steps_go_through_megatron_core_bit_for_bit(folder: 
     assert not saved.problems
     assert saved.meta["optimizer"]["step"] == 2
     found = saved.with_names("hf")
-    kinds = {"exp_avg", "exp_avg_sq", *(("master",) if kind == "distributed" else ())}
+    kinds = {"exp_avg", "exp_avg_sq", *(("master",) if kind.endswith("distributed") else ())}
     assert set(found.optimizer) == kinds
     for moment in kinds:
         expected = source.optimizer.get(moment, source.arrays)
@@ -121,9 +125,9 @@ def test_moments_masters_and_steps_go_through_megatron_core_bit_for_bit(folder: 
     assert [n for n, a in source.items() if not same_bits(found[n], a)] == []
 
 
-@pytest.mark.parametrize("kind", ["plain", "distributed"])
+@pytest.mark.parametrize("kind", ["plain", "distributed", "legacy_plain", "legacy_distributed"])
 def test_hyperparameters_go_through_megatron_core(folder: Path, kind: str) -> None:
     optimizer = meshload.open(folder / TRAINED / f"{kind}_again").meta["optimizer"]
-    groups = (optimizer if kind == "plain" else optimizer["optimizer"])["param_groups"]
+    groups = (optimizer if kind.endswith("plain") else optimizer["optimizer"])["param_groups"]
     told = {(g["wd_mult"], g["lr"], tuple(g["betas"]), g["eps"], g["weight_decay"]) for g in groups}
     assert told == {(1.0, 0.01, (0.9, 0.95), 1e-8, 0.1), (0.0, 0.01, (0.9, 0.95), 1e-8, 0.0)}
