@@ -208,7 +208,8 @@ def fill_from_file(model: GPTModel, optimizer: MegatronOptimizer, rank: Path, *,
     model.load_state_dict(loaded["model"], strict=True)
     optimizer.load_state_dict(loaded["optimizer"])
     if is_distributed:
-        optimizer.load_parameter_state(str(rank / "distrib_optim.pt"))
+        with torch.no_grad():  # weights of 32 bits are views of the buffer that is filled
+            optimizer.load_parameter_state(str(rank / "distrib_optim.pt"))
 
 
 def run(rank: int, meeting: str, cases: list[str]) -> None:
