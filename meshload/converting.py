@@ -155,9 +155,8 @@ class Draft:
             one, master = made.get(called(name)), moments.get("master", {}).get(called(name))
             if one is not None and master is not None and one.pieces is master.pieces:
                 continue
-            if one is not None and one.ndim and one.ndim == array.ndim and one.shape[0] > array.shape[0]:
-                one = one[: array.shape[0]]
-            if one is None or (one.shape, one.dtype) != (array.shape, array.dtype):
+            one = _filled(one, array)
+            if one is None:
                 came = repr(made.get(called(name)))
                 raise LayoutError(
                     f"{name}: {array.dtype.name} {array.shape} cannot be laid out by {self.writer.name}: {came} came of it"
@@ -165,14 +164,17 @@ class Draft:
             found.append((one, view.arrays[name]))
         for kind, arrays in self.like.optimizer.items():
             for name, array in arrays.items():
-                one = moments.get(kind, {}).get(called(name))
-                if one is None or (one.shape, one.dtype) != (array.shape, array.dtype):
+                one = _filled(moments.get(kind, {}).get(called(name)), array)
+                if one is None:
                     kinds = listing(self.like.optimizer)
                     raise LayoutError(f"optimizer: {self.writer.name} has no place for {kind} of {name}; of {kinds}, name others")
                 found.append((one, view.optimizer[kind][name]))
         asked = self.like.optimizer.get("master", {})
         masters = {name: moments.get("master", {}).get(called(name)) for name in self.like.arrays if name not in asked}
-        found += [(m, view.arrays[name]) for name, m in masters.items() if m is not None]
+        for name, master in masters.items():
+            if master is not None:
+                one = _filled(master, replace(self.like.arrays[name], dtype=master.dtype, stored=None))
+                found.append((master if one is None else one, view.arrays[name]))
         return found
 
     def finish(self, group: Group, view: Checkpoint, move: Callable[[Filling], None], max_bytes: int) -> None:
@@ -223,6 +225,13 @@ class Draft:
         failed = self.staging.path / FAILED
         if failed.exists():
             raise SourceError(f"another process failed: {failed.read_text(errors='replace')}")
+
+
+def _filled(made: Array | None, array: Array) -> Array | None:
+    """Return the part of a laid-out array that another one fills, which may have fewer rows; None where it fits nowhere."""
+    if made is not None and made.ndim and made.ndim == array.ndim and made.shape[0] > array.shape[0]:
+        made = made[: array.shape[0]]
+    return made if made is not None and (made.shape, made.dtype) == (array.shape, array.dtype) else None
 
 
 def processes() -> Group:

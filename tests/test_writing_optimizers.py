@@ -19,10 +19,14 @@ from meshload.source import LocalFolder
 from meshload.testing import ramp, same_bits, write_checkpoint
 from meshload_adapters._distcp import read_listing
 from meshload_adapters._megatron import plain
-from meshload_adapters._torch_file import TorchFile
+from meshload_adapters._pickle import Record
+from meshload_adapters._torch_file import Tensor, TorchFile
 from meshload_adapters.formats.dcp import DCP
 from meshload_adapters.formats.deepspeed import DeepSpeed
+from meshload_adapters.formats.megatron import Megatron
 from meshload_adapters.formats.megatron_core import MegatronCore
+
+from .test_round_trips import differing
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 TITAN = DCP(optimizer="optimizer", flat=True)
@@ -173,7 +177,7 @@ def test_what_the_source_does_not_tell_is_asked_for_or_left_to_the_loader(tmp_pa
     assert steps(found) == dict.fromkeys(arrays, 3.0)
 
 
-@pytest.mark.parametrize("to", ["dcp", "deepspeed", "universal", "fast_llm", "megatron_core"])
+@pytest.mark.parametrize("to", ["dcp", "deepspeed", "universal", "fast_llm", "megatron_core", "megatron"])
 @pytest.mark.parametrize(
     "step", [float("nan"), float("inf"), -1, 1 << 53, 1 << 20000], ids=["nan", "inf", "negative", "large", "huge"]
 )
@@ -412,3 +416,139 @@ def test_what_megatron_core_cannot_hold_of_an_optimizer_is_refused(tmp_path: Pat
 
 def test_steps_that_megatron_core_tells_are_read() -> None:
     assert meshload.open(GOLDEN / "megatron/td-ep2-fp32-moe").meta["optimizer"]["step"] == 2
+
+
+# --- legacy Megatron --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize(("mesh", "virtual"), [(None, 1), ("tp=4", 1), ("pp=2,tp=2", 2)])
+@pytest.mark.parametrize(("dtype", "masters"), [("float32", False), ("bfloat16", True), ("bfloat16", False)])
+def test_legacy_megatron_keeps_moments_and_masters(
+    tmp_path: Path, dtype: str, masters: bool, mesh: str | None, virtual: int, distributed: bool
+) -> None:
+    src = trained(tmp_path, dtype, masters=masters)
+    to = Megatron(distributed_optimizer=distributed, virtual=virtual)
+    meshload.convert(src, tmp_path / "out", to=to, mesh=mesh, optimizer=True)
+    assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "7"
+    found = meshload.open(tmp_path / "out")
+    assert (found.format, found.problems, dict(found.unavailable), found.meta["iteration"]) == ("megatron", (), {}, 7)
+    assert found.meta["optimizer"]["step"] == 7
+    assert found.meta["args"]["use_distributed_optimizer"] is distributed
+    back = found.with_names("hf")
+    expected = dict(src.optimizer)
+    if not masters and (distributed or dtype == "bfloat16"):
+        expected["master"] = {n: np.asarray(a).astype(np.float32) for n, a in src.items()}  # type: ignore[dict-item]
+    assert same_states(replace(src, optimizer=expected), back)
+    assert [n for n in src if not same_bits(back[n], src[n])] == []
+    told = [(g["wd_mult"], g["lr"], g["betas"], g["eps"], g["weight_decay"]) for g in found.meta["optimizer"]["param_groups"]]
+    assert told == [(1.0, 0.02, (0.9, 0.95), 1e-8, 0.1), (0.0, 0.02, (0.9, 0.95), 1e-8, 0.0)]
+
+
+def structure(found: Any, rows: int) -> Any:
+    """Return the keys, types, dtypes and shapes of what a file holds; of the vocabulary's padding as many `rows` are left out."""
+    if type(found) is Tensor:
+        vocabulary = found.shape[-1:] == (32,) and found.shape[0] in (51 + rows, 101 + rows)
+        longer = rows * 32 if len(found.shape) == 1 and found.shape[0] > 32 else rows if vocabulary else 0
+        return found.dtype, tuple(n - longer * (d == 0) for d, n in enumerate(found.shape))
+    if isinstance(found, dict):
+        left_out = ("args", "rng_state")
+        entries = [(k, structure(v, rows)) for k, v in found.items() if k not in left_out]
+        return type(found), [(k, v - rows * 32 if k == "numel_unpadded" else v) for k, v in entries]
+    return [structure(v, rows) for v in found] if isinstance(found, list) else found
+
+
+def without_step(found: Any) -> Any:
+    """Leave out the steps of groups, which Apex's Adam counts and torch's does not."""
+    if isinstance(found, dict):
+        left_out = {"step"} if "wd_mult" in found and "params" in found else set()
+        return type(found)((k, without_step(v)) for k, v in found.items() if k not in left_out)
+    return [without_step(v) for v in found] if isinstance(found, list) else found
+
+
+LEGACY = {
+    "legacy-tp2-pp2-fp32": (Megatron(distributed_optimizer=False), "pp=2,tp=2", 5),
+    "legacy-pp2-vp2-bf16-tied": (Megatron(distributed_optimizer=False, virtual=2), "pp=2", 3),
+    "legacy-tp2-dp2-bf16-distopt": (Megatron(), "tp=2", 5),
+}
+"""Golden folder -> how it is written, for which mesh, and with how many rows of padding per rank."""
+
+
+@pytest.mark.parametrize("golden", LEGACY)
+def test_legacy_files_have_the_structure_of_those_that_megatron_wrote(tmp_path: Path, golden: str) -> None:
+    to, mesh, rows = LEGACY[golden]
+    theirs = GOLDEN / "megatron" / golden
+    src = meshload.open(theirs, config={"model_type": "llama"})
+    meshload.convert(src, tmp_path / "out", to=to, mesh=mesh, optimizer=True)
+    assert same_states(src.with_names("hf"), meshload.open(tmp_path / "out").with_names("hf"))
+    files = sorted(str(file.relative_to(theirs)) for file in theirs.rglob("*.pt"))
+    assert files == sorted(str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*.pt"))
+    for file in files:
+        mine, expected = (TorchFile.open(LocalFolder(at).file(file)).root for at in (tmp_path / "out", theirs))
+        assert repr(structure(without_step(mine), 0)) == repr(structure(expected, rows)), file
+        assert isinstance(mine.get("args"), Record) or file.endswith("distrib_optim.pt")
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("mesh", ["ep=2", "ep=2,pp=2,tp=2", "tp=2"])
+def test_experts_that_are_cut_over_ranks_have_an_optimizer_of_their_own(tmp_path: Path, mesh: str, distributed: bool) -> None:
+    theirs = meshload.open(GOLDEN / "megatron/td-ep2-fp32-moe", config={"model_type": "mixtral"})
+    to = Megatron(distributed_optimizer=distributed, hyperparameters=GROUP)
+    meshload.convert(theirs, tmp_path / "out", to=to, mesh=mesh, optimizer=True)
+    mine = meshload.open(tmp_path / "out").with_names("hf")
+    expected = {**theirs.with_names("hf").optimizer}
+    if distributed:
+        expected["master"] = dict(theirs.with_names("hf"))
+    assert same_states(replace(theirs, optimizer=expected), mine)
+    files = {path.parent.name: TorchFile.open(LocalFolder(path.parent).file(path.name)) for path in tmp_path.rglob("model_*.pt")}
+    has_two = {type(file.root["optimizer"]) is list for file in files.values()}
+    assert has_two == {"ep" in mesh}
+    if distributed and "ep" in mesh:
+        for path in tmp_path.rglob("distrib_optim.pt"):
+            dense, experts = TorchFile.open(LocalFolder(path.parent).file(path.name)).root
+            assert (dense is None) == path.parent.name.endswith("_001")
+            assert experts["buckets_coalesced"] is True
+
+
+def test_what_legacy_megatron_cannot_hold_of_an_optimizer_is_refused(tmp_path: Path) -> None:
+    src, out = trained(tmp_path), tmp_path / "out"
+    for meta, why in (
+        ({"param_groups": [GROUP]}, r"told nowhere.*Megatron\(steps=...\)"),
+        ({"step": 7}, r"are not all told: lr, betas, eps, weight_decay lack; say them with Megatron\("),
+        (
+            {"step": 7, "param_groups": [{**GROUP, "wd_mult": wd, "lr_mult": x} for wd in (1.0, 0.0) for x in (1.0, 2.0)]},
+            "param groups do not tell which of them embedding",
+        ),
+    ):
+        told = with_views(replace(src, meta={**src.meta, "optimizer": meta}, views={}))
+        with pytest.raises(LayoutError, match=why):
+            meshload.convert(told, out, to="megatron", optimizer=True)
+    with pytest.raises(LayoutError, match=r"Megatron has exp_avg_sq of all weights; of 27, .* lack it"):
+        meshload.convert(src, out, to="megatron", optimizer=["exp_avg"])
+    half = trained(tmp_path / "half", "float16")
+    with pytest.raises(LayoutError, match=r"gradients of float16 .* told nowhere; say Megatron\(distributed_optimizer=False\)"):
+        meshload.convert(half, out, to="megatron", optimizer=True)
+    assert not list(tmp_path.glob("*out*"))
+    meshload.convert(half, out, to=Megatron(distributed_optimizer=False), optimizer=True)
+    assert set(meshload.open(out).optimizer) == {"exp_avg", "exp_avg_sq", "master"}
+
+
+FORMS = {
+    "core": (MegatronCore(), "tp=2"),
+    "core_plain": (MegatronCore(distributed_optimizer=False), "pp=2,tp=2"),
+    "legacy": (Megatron(), "pp=2,tp=2"),
+    "legacy_plain": (Megatron(distributed_optimizer=False, virtual=2), "pp=2,tp=2"),
+    "universal": ("universal", None),
+}
+
+
+def test_megatrons_forms_made_of_one_another_are_those_made_of_the_source(tmp_path: Path) -> None:
+    src = trained(tmp_path, "bfloat16", masters=True)
+    for form, (to, mesh) in FORMS.items():
+        meshload.convert(src, tmp_path / form, to=to, mesh=mesh, optimizer=True)
+    for one in FORMS:
+        for other in FORMS.keys() - {one, "universal"}:
+            to, mesh = FORMS[other]
+            out = tmp_path / f"{one} to {other}"
+            meshload.convert(tmp_path / one, out, to=to, mesh=mesh, config=LLAMA, optimizer=True)
+            assert differing(tmp_path / other, out) == [], (one, other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -21,8 +22,11 @@ from meshload.writing import lay_out, put
 from ._config_numbers import number, section
 from ._defaults import chosen_of, epsilon_of, theta_of
 from ._distcp_files import Chunk, NewEntry, lay_out_entries
+from ._megatron_buffers import module_order
 from ._megatron_find import TRACKER
-from ._megatron_optimizer import SHARDING, NewOptimizer
+from ._megatron_new_states import NewStates
+from ._megatron_optimizer import SHARDING, NewOptimizer, Training
+from ._megatron_ranks import BUFFERS_FILE
 from ._megatron_shards import COLUMNS, EMBEDDING, GATED, HEAD, QKV, ROWS, UNKNOWN, Name, taken_apart
 from ._pickle import Global
 from ._pickle_writer import Instance
@@ -32,6 +36,9 @@ MULTIPLE = 128
 """To a multiple of this, per rank, Megatron pads the vocabulary unless it is told another."""
 
 VERSION = 3.0
+
+LINEAR = (".linear_proj", ".linear_qkv", ".linear_fc1", ".linear_fc2")
+"""The linear modules of a layer."""
 
 PLAIN = ("gpt2", "gpt_neox")
 """Families with LayerNorm, biases everywhere, and no gate; the others have RMSNorm and a gate."""
@@ -170,15 +177,29 @@ def _frequency(model: Model) -> int | list[int]:
 
 
 def lay_out_ranks(
-    folder: LocalFolder, arrays: Mapping[str, Array], config: Mapping[str, Any] | None, degrees: Degrees, iteration: int | None
+    folder: LocalFolder,
+    arrays: Mapping[str, Array],
+    config: Mapping[str, Any] | None,
+    degrees: Degrees,
+    iteration: int | None,
+    training: Training | None = None,
+    scheduler: Mapping[str, Any] | None = None,
+    *,
+    is_distributed: bool = False,
 ) -> None:
-    """Make a save of weights, `release` where no iteration is given, as Megatron calls what comes out of a conversion."""
+    """Make a save, `release` where no iteration is given, as Megatron calls what comes out of a conversion.
+
+    With an optimizer it is one of the iteration that the moments are of, as Megatron takes none from a `release`.
+    """
     model = model_for(config)
     dtypes = {dtype_of(array) for array in arrays.values()}
     run = _Run(model, degrees, arrays)
     run.check()
     dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
-    args = arguments_of(model, degrees, dtype, vocabulary=run.vocabulary)
+    args = arguments_of(model, degrees, dtype, vocabulary=run.vocabulary, is_distributed=training is not None and is_distributed)
+    states = NewStates(training, is_distributed, degrees.pp, degrees.ep, HEAD not in arrays) if training else None
+    if training is not None and iteration is None:
+        iteration = training.step
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     for t in range(degrees.tp):
         for p in range(degrees.pp):
@@ -186,8 +207,14 @@ def lay_out_ranks(
                 root: dict[str, Any] = {"args": args, "checkpoint_version": VERSION, "iteration": iteration or 0}
                 chunks = [run.chunk(v, p, e) for v in range(degrees.virtual)]
                 root |= {"model": chunks[0]} if len(chunks) == 1 else {f"model{v}": chunk for v, chunk in enumerate(chunks)}
-                root["num_floating_point_operations_so_far"] = 0
                 rank = f"mp_rank_{t:02d}" + f"_{p:03d}" * (degrees.pp > 1) + f"_{e:03d}" * (degrees.ep > 1)
+                if states is not None:
+                    every = [(v, n, tensor) for v, chunk in enumerate(chunks) for n, tensor in chunk.items() if tensor]
+                    root["optimizer"] = states.optimizer(every)
+                    root |= {"opt_param_scheduler": dict(scheduler)} if scheduler else {}
+                    if is_distributed:
+                        lay_out(folder, f"{name}/{rank}/{BUFFERS_FILE}", *laid_out(states.buffers(every, e)))
+                root["num_floating_point_operations_so_far"] = 0
                 lay_out(folder, f"{name}/{rank}/model_optim_rng.pt", *laid_out(root))
     put(folder, TRACKER, b"release" if iteration is None else str(iteration).encode())
 
@@ -231,13 +258,27 @@ class _Run:
         if odd:
             raise LayoutError(f"how tensor-parallel ranks share {listing(odd)} is not known; Megatron has no such modules")
 
-    def chunk(self, v: int, p: int, e: int) -> OrderedDict[str, NewTensor]:
-        """Return the state dict of chunk `v` of pipeline rank `p` and expert rank `e`; any tensor rank's has these shapes."""
-        found = sorted(self._held(v, p, e), key=lambda item: item[0])
-        return OrderedDict((name, self._local(taken_apart(name), array)) for _, name, array in found)
+    def chunk(self, v: int, p: int, e: int) -> OrderedDict[str, NewTensor | None]:
+        """Return the state dict of chunk `v` of pipeline rank `p` and expert rank `e`; any tensor rank's has these shapes.
 
-    def _held(self, v: int, p: int, e: int) -> Iterator[tuple[int, str, Array]]:
-        """Go through the arrays of a chunk, under its own names, each with its place in the order of modules."""
+        It is in the order of modules, which is what the optimizer goes by. Linear ones have an `_extra_state` that says nothing,
+        without which Megatron loads none.
+        """
+        found = dict(self._held(v, p, e))
+        order = module_order(found)
+        if order is None:
+            raise LayoutError(f"Megatron's local layer spec does not have all of such modules as {listing(found)}")
+        made: OrderedDict[str, NewTensor | None] = OrderedDict()
+        for module, names in itertools.groupby(order, lambda name: name.rpartition(".")[0]):
+            made.update((name, self._local(taken_apart(name), found[name])) for name in names)
+            if module.endswith(LINEAR):
+                made[f"{module}._extra_state"] = None
+        if v * self.degrees.pp + p == self.degrees.pp * self.degrees.virtual - 1:
+            made[f"{HEAD.removesuffix('.weight')}._extra_state"] = None  # a tied head has one as well
+        return made
+
+    def _held(self, v: int, p: int, e: int) -> Iterator[tuple[str, Array]]:
+        """Go through the arrays of a chunk, under its own names."""
         degrees = self.degrees
         number, last = v * degrees.pp + p, degrees.pp * degrees.virtual - 1
         for name, array in self.arrays.items():
@@ -245,14 +286,14 @@ class _Run:
             if apart.layer is not None:
                 layer, expert = apart.layer - number * self.layers, (apart.expert or 0) - e * self.experts
                 if 0 <= layer < self.layers and (not apart.is_expert or 0 <= expert < self.experts):
-                    yield 1 + layer, apart.stem.format(layer=layer, expert=expert), array
+                    yield apart.stem.format(layer=layer, expert=expert), array
             elif name.startswith("embedding."):
                 if number == 0:
-                    yield 0, name, array
+                    yield name, array
                 if name == EMBEDDING and number == last and number and HEAD not in self.arrays:
-                    yield 2 + self.layers, HEAD, array  # the tied head's copy, where the embedding is on another rank
+                    yield HEAD, array  # the tied head's copy, where the embedding is on another rank
             elif number == last:
-                yield 1 + self.layers, name, array
+                yield name, array
 
     def _local(self, name: Name, array: Array) -> NewTensor:
         tp, shape = self.degrees.tp, array.shape

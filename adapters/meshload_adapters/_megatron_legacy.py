@@ -26,7 +26,10 @@ megatron-core 0.13 and 0.16. Not read, and told in the same place: `layer_wise_o
 beside `model_rng.pt` or in a folder `mp_rank_{TT}_{PPP}_{DDD}` of each data-parallel rank.
 
 Written are weights, for a mesh with the axes `tp`, `pp` and `ep`, and `args` with what Megatron takes from a checkpoint; all ranks
-have equally many layers, and rows of zeros make the vocabulary a multiple of tp. Load it without optimizer and random state.
+have equally many layers, rows of zeros make the vocabulary a multiple of tp, and names are those of the local layer spec. Load it
+without random state; and without optimizer, or with moments, masters and their step where they are converted: of the distributed
+optimizer, whose buffers have one bucket, as without `--overlap-grad-reduce`, or of others with `distributed_optimizer=False`, in
+the folder of their iteration. Experts that are cut over ranks have an optimizer of their own. There is no loss scale of fp16.
 """
 
 from __future__ import annotations

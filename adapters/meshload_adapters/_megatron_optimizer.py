@@ -1,4 +1,4 @@
-"""An optimizer's state in a new torch_dist checkpoint: its arrays, like the weights, and what `common.pt` says of it.
+"""An optimizer's state in a new checkpoint of Megatron: its step and groups, and, in a torch_dist one, its arrays and `common.pt`.
 
     optimizer.state.{exp_avg, exp_avg_sq}.KEY     both kinds
     optimizer.state.param.KEY                     the distributed optimizer's masters, `fully_reshardable`
@@ -14,7 +14,7 @@ Source: https://github.com/NVIDIA/Megatron-LM, `megatron/core/optimizer`, 0.16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,44 @@ SHARDING = "fully_reshardable"
 
 
 @dataclass(frozen=True, slots=True)
+class Training:
+    """What Megatron's files say of an optimizer beside its arrays."""
+
+    step: int
+    groups: Sequence[Mapping[str, Any]]
+    """As Megatron looks them up, without `params` and `step`."""
+    is_small: bool
+    """Whether weights are of 16 bits, and have masters."""
+
+    def parts(self, experts: bool) -> list[list[dict[str, Any]]]:
+        """Return the groups of each optimizer, those that decay first; the second one's are the experts'."""
+        dense = sorted((dict(g) for g in self.groups if not g.get("is_expert_parallel")), key=lambda group: -group["wd_mult"])
+        own = [dict(g) for g in self.groups if g.get("is_expert_parallel")]
+        own = own or [{**group, "is_expert_parallel": True} for group in dense if group["wd_mult"]]
+        return [dense, own] if experts else [dense]
+
+
+def training_of(like: Checkpoint, hyperparameters: Mapping[str, Any] | None, step: int | None, option: str) -> Training | None:
+    """Return what is to be said of a checkpoint's optimizer; None where it has none. `option`: the class of the format."""
+    if not like.optimizer:
+        return None
+    for kind in MOMENTS:
+        lacking = [name for name in like.arrays if name not in like.optimizer.get(kind, ())]
+        if lacking:
+            raise LayoutError(
+                f"optimizer: Megatron has {kind} of all weights; of {len(like.arrays)}, {listing(lacking, 3)} lack it"
+            )
+    count = told_step(like) if step is None else checked_step(step)
+    if count is None:
+        raise LayoutError(
+            f"optimizer: which step the moments are of is told nowhere, and Adam's next one depends on it; say it with "
+            f"{option}(steps=...)"
+        )
+    is_small = any(array.dtype != np.float32 for array in like.arrays.values())
+    return Training(count, _groups(like, hyperparameters, option), is_small)
+
+
+@dataclass(frozen=True, slots=True)
 class NewOptimizer:
     """What is to be stored."""
 
@@ -58,28 +96,14 @@ def optimizer_of(
     """Return the optimizer of a checkpoint, for `ep` expert-parallel ranks; None where it has none."""
     if not like.optimizer:
         return None
-    for kind in MOMENTS:
-        lacking = [name for name in like.arrays if name not in like.optimizer.get(kind, ())]
-        if lacking:
-            raise LayoutError(
-                f"optimizer: Megatron has {kind} of all weights; of {len(like.arrays)}, {listing(lacking, 3)} lack it"
-            )
-    count = told_step(like) if step is None else checked_step(step)
-    if count is None:
-        raise LayoutError(
-            "optimizer: which step the moments are of is told nowhere, and Adam's next one depends on it; say it with "
-            "MegatronCore(steps=...)"
-        )
+    training = training_of(like, hyperparameters, step, "MegatronCore")
+    assert training is not None
+    count, is_small = training.step, training.is_small
     arrays: dict[str, Mapping[str, Array]] = {kind: _named(like.optimizer[kind]) for kind in MOMENTS}
-    is_small = any(array.dtype != np.float32 for array in like.arrays.values())
     if is_distributed or is_small:
         masters = like.optimizer.get("master") or {n: replace(a, dtype=np.dtype("f4"), stored=None) for n, a in like.arrays.items()}
         arrays["param" if is_distributed else "fp32_param"] = _named(masters)
-    groups = _groups(like, hyperparameters)
-    parts = [[group for group in groups if not group.get("is_expert_parallel")]]
-    if ep > 1 and any(taken_apart(name).is_expert for name in like.arrays):
-        own = [group for group in groups if group.get("is_expert_parallel")]
-        parts.append(own or [{**group, "is_expert_parallel": True} for group in parts[0] if group["wd_mult"]])
+    parts = training.parts(ep > 1 and any(taken_apart(name).is_expert for name in like.arrays))
     told: list[dict[str, Any]]
     if is_distributed:
         counted = [[{**group, "step": float(count)} for group in part] for part in parts]
@@ -95,7 +119,7 @@ def _named(arrays: Mapping[str, Array]) -> dict[str, Array]:
     return {name: replace(array, name=name) for name, array in arrays.items()}
 
 
-def _groups(like: Checkpoint, given: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def _groups(like: Checkpoint, given: Mapping[str, Any] | None, option: str) -> list[dict[str, Any]]:
     """Return the group that decays, and the one that does not; a source's of Megatron as they are."""
     told = [{**hyper, **(given or {})} for hyper, _ in told_groups(like)] or [dict(given or {})]
     if {group.get("wd_mult") for group in told} == {0.0, 1.0}:
@@ -106,7 +130,7 @@ def _groups(like: Checkpoint, given: Mapping[str, Any] | None) -> list[dict[str,
     lacking = [key for key in NEEDED if not found[key]]
     if odd or lacking:
         which = f"differ between groups in {listing(odd)}" if odd else f"are not all told: {listing(lacking)} lack"
-        raise LayoutError(f"optimizer: its hyperparameters {which}; say them with MegatronCore(hyperparameters={{'lr': ...}})")
+        raise LayoutError(f"optimizer: its hyperparameters {which}; say them with {option}(hyperparameters={{'lr': ...}})")
     same = {key: values[0] for key, values in found.items() if values}
-    key = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    key = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
     return [{**key, **same, "wd_mult": 1.0}, {**key, **same, "wd_mult": 0.0, "weight_decay": 0.0}]

@@ -2,16 +2,19 @@
 
 Without the distributed optimizer, state `i` belongs to the `i`-th parameter of the param groups. A group has, in module order, the
 parameters that are decayed (`wd_mult` 1: neither biases nor of one dim) or not, and that are experts' or not. The distributed
-optimizer's file has flat buffers, see `_megatron_buffers.py`. What does not fit in number, shape or dtype is refused.
+optimizer's file has flat buffers, see `_megatron_buffers.py`. What does not fit in number, shape or dtype is refused. New ranks'
+files are laid out by the same rules, see `_megatron_new_states.py`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
+
+from meshload.box import Shape
 
 from ._megatron import bucket_limit, number, plain
 from ._megatron_buffers import Refused, laid_out
@@ -41,6 +44,10 @@ Moment = tuple[str, int, str, Shard]
 """Kind, chunk, parameter, and where it lies."""
 
 Parameter = tuple[int, str, Tensor]
+"""Chunk, name and tensor."""
+
+NARROW = ("bfloat16", "float16")
+"""Parameters of these dtypes have masters."""
 
 _KINDS = {"param": "master", "master_param": "master"}
 
@@ -60,6 +67,54 @@ def moments_of(rank: Rank, i: int, run: Model) -> Iterator[Moment]:
         yield from _states(rank, rank.file, 2 * i, part, every, separate, run)
 
 
+class _Typed(Protocol):
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+_T = TypeVar("_T", bound=_Typed)
+
+Kind = tuple[float, bool, bool]
+"""What a param group's members have in common: `wd_mult`, `is_expert_parallel`, `is_decoupled_lr`."""
+
+
+def kind_of(group: Mapping[Any, Any]) -> Kind:
+    return group.get("wd_mult", -1.0), _is_expert(group), group.get("is_decoupled_lr") is True
+
+
+def by_group(
+    every: Iterable[tuple[int, str, _T]], *, separate: bool, decoupled: bool, decays_heads: bool = False
+) -> dict[Kind, list[tuple[int, str, _T]]]:
+    """Return a rank's parameters by the kind of their param group, in module order.
+
+    `separate`: whether experts' have groups of their own; `decoupled`: whether embedding and head do; `decays_heads`: whether the
+    norms of queries and keys decay.
+    """
+    found: dict[Kind, list[tuple[int, str, _T]]] = {}
+    for parameter in every:
+        _, name, tensor = parameter
+        decays = len(tensor.shape) > 1 and not name.endswith(".bias")
+        decays = decays or (decays_heads and re.search(r"\.[qk]_layernorm\.", name) is not None)
+        kind = (float(decays), separate and taken_apart(name).is_expert, decoupled and name in (EMBEDDING, HEAD, COPY))
+        found.setdefault(kind, []).append(parameter)
+    return found
+
+
+def by_buffer(every: Iterable[tuple[int, str, _T]]) -> dict[tuple[int, str], list[tuple[int, str, _T]]]:
+    """Return the parameters that share a buffer of the distributed optimizer: those of a chunk and a dtype."""
+    found: dict[tuple[int, str], list[tuple[int, str, _T]]] = {}
+    for parameter in every:
+        found.setdefault((parameter[0], parameter[2].dtype), []).append(parameter)
+    return found
+
+
+def has_own_bucket(name: str, *, tied: bool, pp: int) -> bool:
+    """Say whether a parameter has a bucket alone: an embedding that two stages share."""
+    return tied and pp > 1 and name in (EMBEDDING, HEAD)
+
+
 def optimizers_in(found: Any) -> list[Mapping[Any, Any]]:
     """Return the optimizers that were saved: one, or several in a list or under numbers, of which the second is the experts'."""
     numbered = [found[i] for i in sorted(k for k in found if type(k) is int)] if type(found) is dict else []
@@ -74,10 +129,13 @@ def told_of(parts: Sequence[tuple[TorchFile, Mapping[Any, Any]]]) -> dict[str, A
 
 
 def _step(file: TorchFile, part: Mapping[Any, Any]) -> float | None:
-    """Return the steps of an optimizer's parameters: they stand in its groups, beside them, or in its first parameter's state."""
+    """Return the steps of an optimizer's parameters: they stand beside its groups, in a parameter's state, or in its groups.
+
+    torch's Adam counts in the states, and what it found in groups stays as it was loaded; Apex's counts in groups alone.
+    """
     state = dict_of(_inner(part).get("state"))
-    told = [group.get("step") for group in groups_of(part)]
-    told += [state.get("common_step"), dict_of(next(iter(state.values()), None)).get("step")]
+    told = [state.get("common_step"), dict_of(next(iter(state.values()), None)).get("step")]
+    told += [group.get("step") for group in groups_of(part)]
     return next((step for step in (scalar(file, one) for one in told) if step is not None), None)
 
 
@@ -131,7 +189,7 @@ def _states(
 def _masters(rank: Rank, file: TorchFile, source: int, masters: Any, g: int, members: Sequence[Parameter]) -> Iterator[Moment]:
     """Go through a group's masters: those of its parameters that are 16 bits wide have one."""
     found = masters[g] if type(masters) is list and g < len(masters) else None
-    narrow = [m for m in members if m[2].dtype in ("bfloat16", "float16")]
+    narrow = [m for m in members if m[2].dtype in NARROW]
     if type(found) is not list or len(found) != len(narrow):
         n = len(found) if type(found) is list else "no list of"
         raise Refused(f"{rank.label}: group {g} has {n} masters for {len(narrow)} parameters of 16 bits")
@@ -154,21 +212,15 @@ def _members(
     rank: Rank, groups: Sequence[Mapping[Any, Any]], every: Sequence[Parameter], separate: bool, run: Model
 ) -> list[list[Parameter]]:
     """Return the parameters of each param group: those of its kind, in module order."""
-    kinds = [(g.get("wd_mult"), _is_expert(g), g.get("is_decoupled_lr") is True) for g in groups]
+    kinds = [kind_of(g) for g in groups]
     if any(type(wd) not in (int, float) or wd not in (0, 1) for wd, _, _ in kinds):
         raise Refused(f"{rank.label}: a param group's wd_mult is neither 0 nor 1, so which parameters it has is not known")
     used = [kind for kind, g in zip(kinds, groups, strict=True) if _indices(g)]
     if len(set(used)) != len(used):
         raise Refused(f"{rank.label}: param groups differ by more than weight decay, so which parameters each has is not known")
     decoupled = any(kind[2] for kind in used)
-    by_kind: dict[tuple[Any, bool, bool], list[Parameter]] = {}
-    for parameter in every:
-        _, name, tensor = parameter
-        decays = len(tensor.shape) > 1 and not name.endswith(".bias")
-        if run.args.get("apply_wd_to_qk_layernorm") is True and re.search(r"\.[qk]_layernorm\.", name):
-            decays = True
-        own = (float(decays), separate and taken_apart(name).is_expert, decoupled and name in (EMBEDDING, HEAD, COPY))
-        by_kind.setdefault(own, []).append(parameter)
+    decays_heads = run.args.get("apply_wd_to_qk_layernorm") is True
+    by_kind = by_group(every, separate=separate, decoupled=decoupled, decays_heads=decays_heads)
     found = []
     for kind, group in zip(kinds, groups, strict=True):
         count = len(_indices(group))
@@ -204,9 +256,7 @@ def _buffers(
         if entry is None:  # another rank's file has it
             continue
         mine = [m for m in every if (apart and taken_apart(m[1]).is_expert) == is_expert]
-        buffers: dict[tuple[int, str], list[Parameter]] = {}
-        for parameter in mine:
-            buffers.setdefault((parameter[0], parameter[2].dtype), []).append(parameter)
+        buffers = by_buffer(mine)
         stored = _stored_buffers(rank, entry)
         if [dtype for dtype, _ in stored] != [dtype for _, dtype in buffers]:
             raise Refused(
@@ -237,8 +287,7 @@ def _unpacked(rank: Rank, file: TorchFile, source: int, values: Any, members: Se
     if type(first) is not dict or not all(type(first.get(kind)) is Tensor for kind in ("param", "exp_avg", "exp_avg_sq")):
         raise Refused(f"{rank.folder}/{BUFFERS_FILE}: a buffer has no param, exp_avg and exp_avg_sq")
     limit = bucket_limit(run.args, rank.p, members[0][0])
-    shared = {EMBEDDING, HEAD} if run.tied and run.pp > 1 else set()
-    alone = {n for n, m in enumerate(members) if m[1] in shared}
+    alone = {n for n, m in enumerate(members) if has_own_bucket(m[1], tied=run.tied, pp=run.pp)}
     held = [_length(v.get("param")) for v in listed] if listed is not None else [_length(first.get("param"))]
     expected = [first["numel_unpadded"]] if listed is None and type(first.get("numel_unpadded")) is int else held
     replicas = number(run.args, "data_parallel_size", 1) or 1

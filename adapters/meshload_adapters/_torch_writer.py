@@ -65,6 +65,11 @@ class NewTensor:
     offset: int = 0
     """In elements."""
 
+    @property
+    def dtype(self) -> str:
+        """Torch's name."""
+        return self.storage.dtype
+
 
 def new_tensor(dtype: str, shape: Shape) -> NewTensor:
     """Return a tensor with a storage of its own."""

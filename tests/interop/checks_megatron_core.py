@@ -6,7 +6,8 @@ written to `logits.npy`, and what `dist_checkpointing.save` makes of it to `agai
 
 `plain` and `distributed` hold an optimizer of that kind, too; so do `plain_ep2` and so on, of which `MESHES` tells the degrees. It
 is loaded and saved to `plain_again`, takes a step on the tokens, which data-parallel ranks share, and is saved to `plain_stepped`.
-A distributed one is saved to `distributed_flat`, too, as `dp_reshardable`.
+A distributed one is saved to `distributed_flat`, too, as `dp_reshardable`. So do `legacy_plain` and `legacy_distributed`, which
+hold a file for each rank, from which Megatron's training fills both.
 """
 
 from __future__ import annotations
@@ -137,9 +138,9 @@ def config_of(args: Any) -> TransformerConfig:
     )
 
 
-def model_of(args: Any) -> GPTModel:
+def model_of(args: Any, divisible_by: int = DIVISIBLE_BY) -> GPTModel:
     """Return this rank's part of the model, whose weights are those of nobody yet."""
-    rows = parallel_state.get_tensor_model_parallel_world_size() * DIVISIBLE_BY
+    rows = parallel_state.get_tensor_model_parallel_world_size() * divisible_by
     model = GPTModel(
         config_of(args),
         get_gpt_layer_local_spec(args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization),
@@ -229,18 +230,29 @@ def take_step(model: DistributedDataParallel, optimizer: MegatronOptimizer, ids:
     assert optimizer.step()[0]
 
 
-def go_on(args: Any, given: Path, ids: torch.Tensor, folder: Path, *, is_distributed: bool) -> None:
-    """Load a model and its optimizer; save both, the distributed one's states flat, too, and both after a step."""
-    model = model_of(args)
-    optimizer, trained = optimizer_of(model, is_distributed=is_distributed)
-    if is_distributed:  # it asks torch's Adam for its step, which has none before the first
-        optimizer.step()
-    metadata = dist_checkpointing.load_content_metadata(str(given))  # as Megatron's training does
+def fill(model: GPTModel, optimizer: MegatronOptimizer, given: Path, metadata: Any) -> None:
+    """Load a torch_dist checkpoint; keys that it lacks, or that the model does, raise."""
     into = {"model": model.sharded_state_dict()}
     into["optimizer"] = optimizer.sharded_state_dict(into["model"], is_loading=True, metadata=metadata)
     loaded = dist_checkpointing.load(into, str(given), strict=StrictHandling.RAISE_ALL)
     model.load_state_dict(loaded["model"])
     optimizer.load_state_dict(loaded["optimizer"])
+
+
+def go_on(args: Any, given: Path, ids: torch.Tensor, folder: Path, *, is_distributed: bool) -> None:
+    """Load a model and its optimizer; save both, the distributed one's states flat, too, and both after a step."""
+    t, p = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    rank = given / f"mp_rank_{t:02d}_{p:03d}"  # of a legacy checkpoint
+    model = model_of(args, *([1] if rank.exists() else []))
+    optimizer, trained = optimizer_of(model, is_distributed=is_distributed)
+    if is_distributed:  # it asks torch's Adam for its step, which has none before the first
+        optimizer.step()
+    if rank.exists():
+        fill_from_file(model, optimizer, rank, is_distributed=is_distributed)
+        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    else:
+        metadata = dist_checkpointing.load_content_metadata(str(given))  # as Megatron's training does
+        fill(model, optimizer, given, metadata)
     flat = {"flat": {**metadata, "distrib_optim_sharding_type": "dp_reshardable"}} if is_distributed else {}
     for name, form in {"again": metadata, **flat, "stepped": metadata}.items():
         if name == "stepped":
@@ -261,6 +273,16 @@ def compute(folder: Path) -> None:
     save(model, args, folder / f"again/iter_{ITERATION:07d}")
 
 
+def fill_from_file(model: GPTModel, optimizer: MegatronOptimizer, rank: Path, *, is_distributed: bool) -> None:
+    """Do what Megatron's training does with a legacy file; keys that it lacks, or that the model does, raise."""
+    loaded = torch.load(rank / "model_optim_rng.pt", weights_only=False)
+    model.load_state_dict(loaded["model"], strict=True)
+    optimizer.load_state_dict(loaded["optimizer"])
+    if is_distributed:
+        with torch.no_grad():  # weights of 32 bits are views of the buffer that is filled
+            optimizer.load_parameter_state(str(rank / "distrib_optim.pt"))
+
+
 def run(rank: int, meeting: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
@@ -271,12 +293,13 @@ def run(rank: int, meeting: str, cases: list[str]) -> None:
         for folder in map(Path, cases):
             if not ending:
                 compute(folder)
-            for kind in ("plain", "distributed"):
+            ids = torch.from_numpy(np.load(folder / "ids.npy"))
+            for kind in ("plain", "distributed", "legacy_plain", "legacy_distributed"):
                 for given in (folder / f"{kind}{ending}").glob("iter_*"):
-                    args = dist_checkpointing.load_common_state_dict(str(given))["args"]
-                    ids = torch.from_numpy(np.load(folder / "ids.npy"))
+                    told = folder / "there/release" if kind.startswith("legacy") else given
+                    args = dist_checkpointing.load_common_state_dict(str(told))["args"]
                     with OnTheCpu():
-                        go_on(args, given, ids, folder / f"{kind}{ending}", is_distributed=kind == "distributed")
+                        go_on(args, given, ids, folder / f"{kind}{ending}", is_distributed=kind.endswith("distributed"))
         parallel_state.destroy_model_parallel()
     distributed.destroy_process_group()
 

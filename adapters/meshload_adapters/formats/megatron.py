@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError
@@ -25,7 +27,16 @@ class Megatron:
     virtual: int = 1
     """When writing: into how many chunks of layers a pipeline rank's layers are cut."""
     iteration: int | None = None
-    """When writing: the iteration's number; by default `release`, for which Megatron asks for no optimizer and no random state."""
+    """When writing: the iteration's number; by default the step of the optimizer's states or, where there are none, `release`, for
+    which Megatron asks for no optimizer and no random state."""
+    distributed_optimizer: bool = True
+    """When writing an optimizer's states: whether it is the distributed one that loads them."""
+    steps: int | None = None
+    """When writing: how many steps the moments are of, where their source does not tell it."""
+    hyperparameters: Mapping[str, Any] | None = None
+    """When writing: `lr`, `betas`, `eps` and `weight_decay`, where their source does not tell them."""
+    scheduler: Mapping[str, Any] | None = None
+    """When writing: `opt_param_scheduler`, for which Megatron's training asks, where the source is not Megatron's."""
     name = "megatron"
     order = 35
     naming = "megatron"
@@ -53,8 +64,12 @@ class Megatron:
     def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
         """Lay out a file for each place on the mesh's axes `tp`, `pp` and `ep`; along others, ranks hold the same."""
         from .._megatron_files import Degrees, lay_out_ranks
+        from .._megatron_optimizer import training_of
 
-        lay_out_ranks(folder, like.arrays, like.config, Degrees.of(parts.mesh, self.virtual), self.iteration)
+        degrees, distributed = Degrees.of(parts.mesh, self.virtual), self.distributed_optimizer
+        training = training_of(like, self.hyperparameters, self.steps, type(self).__name__)
+        scheduler = self.scheduler or like.meta.get("opt_param_scheduler")
+        lay_out_ranks(folder, like.arrays, like.config, degrees, self.iteration, training, scheduler, is_distributed=distributed)
 
     def commit(self, folder: LocalFolder) -> None:
         """Do nothing: the tracker, written when a save is complete, stands in the folder that now gets its name."""
