@@ -148,7 +148,7 @@ def _app() -> Any:
         dst: str = typer.Argument(..., help="A new local folder."),
         to: str = typer.Option(..., help="A format that can be written, such as hf or orbax."),
         mesh: str | None = typer.Option(None, help="The mesh that will read it: tp=4. What depends on it is cut accordingly."),
-        dtype: str | None = typer.Option(None, help="Cast floating arrays to this: bf16, fp16, fp32."),
+        dtype: str | None = typer.Option(None, help="Cast floating arrays to this, quantised ones dequantised: bf16, fp16, fp32."),
         names: str | None = names,
         optimizer: list[str] | None = typer.Option(None, help="Also the optimizer's arrays of this kind, or 'all'."),  # noqa: B008
         include: list[str] | None = typer.Option(None, help="Globs of names to take."),  # noqa: B008

@@ -70,15 +70,17 @@ def dequantised(
     """
     told = flattened(config or {}).get("quantization_config")
     quantisation = told if isinstance(told, Mapping) else {}
-    method = METHODS.get(quantisation.get("quant_method"))
+    how = quantisation.get("quant_method")
+    method = METHODS.get(how) if how is None or isinstance(how, str) else None
     if method is None:
-        how = quantisation["quant_method"]
         raise LayoutError(f"dtype=: weights quantised by {how} cannot be dequantised; leave out dtype= to get them as stored")
     first: dict[str, Array] = {}
     gone: set[str] = set()
     for name, meaning, names, turn in method(arrays, quantisation):
         if dtype == arrays[names[0]].dtype:
             raise LayoutError(f"dtype=: {name} is {dtype.name} already, and its scales would be cast too; leave out dtype=")
+        if names[0] in first or (name in arrays and name not in names):
+            raise LayoutError(f"dtype=: {name} is stored several times, or with several scales; leave out dtype=")
         source = Dequantised(name, meaning, dtype, _blocks(meaning.shape, meaning.block, CHUNK, NARROW if narrow else None))
         first[names[0]] = turn(Array(name, dtype, meaning.shape, source.pieces()))
         gone.update(names)
@@ -181,12 +183,14 @@ def scaled(arrays: Mapping[str, Array], quantisation: Mapping[str, Any]) -> Foun
     blocks = blocks_of(quantisation)
     integers = quantisation.get("quant_method") == "compressed-tensors"
     for scales in arrays:
-        suffix = next((s for s in SCALES if scales.endswith(s)), "")
+        suffix = next((s for s in SCALES if scales.endswith(s)), None)
+        if suffix is None:
+            continue
         name = scales.removesuffix(suffix)
         strange = next((n for n in (f"{name}_packed", f"{name}_zero_point") if n in arrays), None)
-        if suffix and strange is not None:
+        if strange is not None:
             raise LayoutError(f"dtype=: {strange}: packed weights and zero points are not dequantised; leave out dtype=")
-        dtype = arrays[name].dtype if suffix and name in arrays else None
+        dtype = arrays[name].dtype if name in arrays else None
         if dtype is not None and ((dtype.itemsize == 1 and is_floating(dtype)) or (integers and dtype == np.int8)):
             inputs = (name.removesuffix("weight") + more for more in ACTIVATIONS)
             names = (name, scales, *(n for n in inputs if n in arrays))
@@ -208,6 +212,8 @@ class Scaled:
 
     @staticmethod
     def of(weight: Array, scales: Array, blocks: Sequence[int] | None) -> Scaled:
+        if not is_floating(scales.dtype):
+            raise LayoutError(f"dtype=: the scales {scales.name} are {scales.dtype.name}, floats were expected; leave out dtype=")
         if scales.size == 1 and (blocks is None or scales.ndim != weight.ndim):
             return Scaled(weight, scales, ())
         spans = (1,) * weight.ndim if blocks is None else (*(1,) * (weight.ndim - len(blocks)), *blocks)

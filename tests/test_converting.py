@@ -665,6 +665,29 @@ def test_arrays_that_are_no_weights_may_be_left_out(tmp_path: Path) -> None:
     assert list(hf_files(tmp_path / "norm")) == ["model.norm.weight"]
 
 
+@pytest.mark.parametrize(
+    ("more", "method", "said"),
+    [
+        ({"a.weight_scale": np.ones(1, np.float32)}, "fp8", "several scales"),
+        ({"a.weight_scale_inv": np.ones(1, np.uint8)}, "fp8", "are uint8, floats were expected"),
+        (
+            {"b_blocks": np.ones((2, 2, 16), np.uint8), "b_scales": np.ones((2, 2), np.uint8), "b": np.ones(2)},
+            "mxfp4",
+            "several times",
+        ),
+        ({}, ["fp8"], "cannot be dequantised"),
+        ({}, {"a": 1}, "cannot be dequantised"),
+    ],
+)
+def test_odd_scales_and_methods_are_refused(more: Mapping[str, Values], method: Any, said: str, tmp_path: Path) -> None:
+    arrays = {"a.weight": ramp("w", (16, 16), ml_dtypes.float8_e4m3fn), "a.weight_scale_inv": np.ones(1, np.float32), **more}
+    path = write_checkpoint(tmp_path / "src", arrays, {"model_type": "none", "quantization_config": {"quant_method": method}})
+    with pytest.raises(LayoutError, match=said):
+        meshload.convert(path, tmp_path / "out", to="hf", dtype="bfloat16")
+    with pytest.raises(LayoutError, match=said):
+        meshload.restore(path, dtype="bfloat16")
+
+
 def test_what_is_dequantised_is_no_damage(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "src", fp8(QWEN3), QWEN3)
     told = meshload.digest(path)
