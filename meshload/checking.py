@@ -6,11 +6,14 @@ names, shapes, dtypes, and every bit.
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,7 @@ from .pieces import boxes, piece
 from .reading import Progress, read_array
 from .requesting import missing_arrays, model_in
 from .scheduling import UNIT_COST
-from .source import Folder, LocalFolder, blobs_of, open_folder
+from .source import Folder, LocalFolder, blobs_of, closing_files, open_folder
 from .steps import differences
 from .writing import MAX_BYTES, Filling, fill, filling, nothing, share, unit_of
 
@@ -53,6 +56,7 @@ class Report:
         return not self.problems
 
 
+@closing_files()
 def check(
     path: Any, *, format: str | Format | None = None, config: Any = None, copies: bool = False, blobs: bool = False
 ) -> Report:
@@ -151,11 +155,13 @@ def verify(
     """Compare two checkpoints, in any formats, names and topologies: names, shapes, dtypes and bits.
 
     With a tolerance, values and not bits are compared, whatever their dtypes: `|a - b| <= atol + rtol * |b|`. Canonical names
-    where both families are known (the config of one serves the other), else native ones, or as `names` says. Both are streamed;
-    `max_bytes` bounds the memory, 512 MiB by default. The problems say which elements differ first, and in which files they lie.
+    where both families are known (the config of one serves the other), else native ones, or as `names` says; stored ones where
+    both are shown as `stored`. Both are streamed; `max_bytes` bounds the memory, 512 MiB by default. The problems say which
+    elements differ first, and in which files they lie.
 
     With `optimizer`, all of the optimizer's arrays or those of the kinds that are named (`"exp_avg"`, `"master"` ...) are compared
-    too, as `optimizer.exp_avg.<name>`; and the steps, where both checkpoints tell them.
+    too, as `optimizer.exp_avg.<name>`; and the steps, where both checkpoints tell them. Where only one keeps masters, the other's
+    float32 weights are its masters.
 
     Where several processes run (torch's process group, or JAX's), all call it: each compares its share, all return the same, and
     where one fails all raise.
@@ -192,12 +198,15 @@ def _begun(
     max_bytes: int | None,
 ) -> _Begun:
     limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
-    if not (rtol >= 0 and atol >= 0):
+    if not all(isinstance(n, Real) and (0 <= n <= sys.float_info.max or n == math.inf) for n in (rtol, atol)):
         raise LayoutError(f"rtol={rtol!r}, atol={atol!r}: numbers from 0 on were expected")
     one, other = _both(a, b, config)
+    if names is None and one.names == other.names == "stored":
+        names = "stored"
     if names is None and (model_in(one) is None or model_in(other) is None):
         names = "native"
     one, other = in_full(one, names), in_full(other, names)
+    one, other = _with_masters(one, other), _with_masters(other, one)
     kinds = kinds_of(optimizer, one, other)
     problems = [*_only_one(kinds, one, other, b), *_only_one(kinds, other, one, a)] if kinds else []
     if kinds:
@@ -209,10 +218,11 @@ def _begun(
     for name in (*one.arrays, *(alias for alias in one.aliases if alias in other.arrays)):
         if name in other:
             a_array, b_array = (replace(c[name], name=name) for c in (one, other))
-            problem = _unlike(a_array, b_array, within=rtol > 0 or atol > 0)
+            allowed = (0.0, 0.0) if a_array.stored or b_array.stored else (rtol, atol)  # bytes without a dtype are no numbers
+            problem = _unlike(a_array, b_array, within=any(allowed))
             problems += problem
             if a_array.shape == b_array.shape:
-                comparing.append(_Comparison(a_array, b_array, rtol, atol, limit, bits=not problem))
+                comparing.append(_Comparison(a_array, b_array, *allowed, limit, bits=not problem))
     leading = [c if unit_of(c.one) >= unit_of(c.other) else c.turned() for c in comparing]
     return _Begun(len(one), problems, leading, filling([(_whole_in(c), c.one) for c in leading], max_bytes=limit))
 
@@ -270,6 +280,14 @@ def _completed(path: Any, checkpoint: Checkpoint, config: Mapping[str, Any] | No
         return open(path, config=config)
     except LayoutError:  # the two contradict each other, so they are compared as they are
         return checkpoint
+
+
+def _with_masters(one: Checkpoint, other: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose float32 weights are their own masters, where the other one keeps these apart."""
+    kept = other.optimizer.get("master", {})
+    if not one.optimizer or "master" in one.optimizer or any(n not in one or one[n].dtype != np.float32 for n in kept):
+        return one
+    return replace(one, optimizer={**one.optimizer, "master": {n: one[n] for n in kept}} if kept else one.optimizer)
 
 
 def _only_one(kinds: Sequence[str], one: Checkpoint, other: Checkpoint, path: Any) -> Iterator[Problem]:
@@ -375,7 +393,8 @@ class _Comparison:
 
     def _compared(self, one: NDArray[Any], other: NDArray[Any]) -> tuple[NDArray[np.bool_], float, NDArray[np.bool_]]:
         """Return which elements differ, how far apart they are at most, and which are further apart than allowed."""
-        wide: Any = np.complex128 if "c" in (one.dtype.kind, other.dtype.kind) else np.float64
+        kinds = {one.dtype.kind, other.dtype.kind}  # a long double holds 64-bit integers, where there is one
+        wide: Any = np.complex128 if "c" in kinds else np.longdouble if kinds & {*"iu"} else np.float64
         a, b = one.astype(wide), other.astype(wide)
         with np.errstate(invalid="ignore", over="ignore"):
             same = (a == b) | (np.isnan(a) & np.isnan(b))

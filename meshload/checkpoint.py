@@ -70,7 +70,7 @@ class Checkpoint(Mapping[str, Array]):
 
     def why_missing(self, name: str) -> str:
         """Say why a name gives no array."""
-        name = self.aliases.get(name, name)
+        name = name if name in self.unavailable else self.aliases.get(name, name)
         if name in self.unavailable:
             return f"{name}: {self.unavailable[name]}"
         return f"{name}: the checkpoint ({self.format}, {len(self)} arrays) never lists this name"

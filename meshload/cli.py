@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json as json_module
 import math
+import os
 import re
 import sys
 import warnings
@@ -150,6 +151,8 @@ def _app() -> Any:
         dtype: str | None = typer.Option(None, help="Cast floating arrays to this: bf16, fp16, fp32."),
         names: str | None = names,
         optimizer: list[str] | None = typer.Option(None, help="Also the optimizer's arrays of this kind, or 'all'."),  # noqa: B008
+        include: list[str] | None = typer.Option(None, help="Globs of names to take."),  # noqa: B008
+        exclude: list[str] | None = typer.Option(None, help="Globs of names to leave out."),  # noqa: B008
         resume: bool = typer.Option(False, help="Go on with an interrupted conversion."),
         max_bytes: int | None = typer.Option(None, help="Ceiling of memory; 512 MiB by default."),
         format: str | None = format_,
@@ -174,6 +177,8 @@ def _app() -> Any:
                 dtype=dtype,
                 names=names,
                 optimizer=_kinds(optimizer),
+                include=include or None,
+                exclude=exclude or None,
                 resume=resume,
                 max_bytes=max_bytes,
                 format=format,
@@ -236,16 +241,18 @@ def _app() -> Any:
         from .ranks import joined
 
         if digest:
+            wanted = None if b is None else Digest.load(b)
+            if output and (os.path.isdir(output) or not os.path.isdir(os.path.dirname(os.path.abspath(output)))):
+                raise LayoutError(f"--output {output}: a file in a folder that exists was expected")
             with joined() as group:
                 found = digested(a, names=names, optimizer=_kinds(optimizer), format=format, config=config, progress=True)
             if output and group.rank == 0:
                 found.save(output)
             if group.rank:
                 return
-            if b is None:
+            if wanted is None:
                 _print_json(found.to_json()) if json else print(found)
                 return
-            wanted = Digest.load(b)
             problems = [Problem(what, array=name) for name, what in found.differences(wanted)]
             problems += [Problem(f"it is not in {b}", array=name) for name in found.arrays if name not in wanted.arrays]
             problems += [Problem(f"it is not in {a}", array=name) for name in wanted.arrays if name not in found.arrays]

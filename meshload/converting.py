@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,14 +21,15 @@ from .box import Box
 from .checkpoint import Checkpoint
 from .errors import LayoutError, MeshloadError, MeshloadWarning, SourceError, listing
 from .exchange import running, together
-from .formats import Format, Parts, Renaming, Writer, installed
+from .formats import Format, Parts, Renaming, TyingWriter, Writer, installed
 from .frameworks import Group, framework_of, is_floating
-from .loading import as_dtype, byte_count, in_full, kinds_of, moments_of, open, plan, shown_progress
+from .loading import as_dtype, as_meant, byte_count, check_meaning, in_full, kinds_of, moments_of, open, plan, shown_progress
 from .mesh import Mesh
+from .naming import chosen
 from .ranks import launched, resolved
 from .reading import Progress
 from .requesting import LayoutLike, missing_arrays, model_in
-from .source import Folder, LocalFolder, open_folder, read_bytes
+from .source import Folder, LocalFolder, closing_files, open_folder, read_bytes
 from .writing import FAILED, MAX_BYTES, Filling, fill, filling, locked, prepare, publish, put, remember, share, staging_of
 
 CARRIED = (
@@ -48,6 +50,8 @@ def convert(
     names: str | None = None,
     dtype: Any = None,
     optimizer: bool | Sequence[str] = False,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     format: str | Format | None = None,
     config: Any = None,
     max_bytes: int | None = None,
@@ -63,8 +67,9 @@ def convert(
         mesh: The mesh that will read it: what depends on it (Orbax's chunks) is cut so that each rank's slices are whole.
         layout: As for `restore`; how that mesh cuts the arrays.
         names: A naming; by default the target's own where the family is known, else the names stay.
-        dtype: Cast floating weights to this.
+        dtype: Cast floating weights to this; quantised weights are dequantised, or refused where that is not known.
         optimizer: Also convert the optimizer's arrays: all kinds, or those that are named (`"exp_avg"`, `"master"` ...).
+        include, exclude: Globs of names, as they are written; moments go with their weights.
         format, config: As for `open`, of the source.
         max_bytes: Ceiling of memory that is no metadata, beyond the largest unit that the target encodes at once; 512 MiB.
         resume: Go on with an interrupted writing of the same source with the same options; what it finished is compared, not
@@ -76,17 +81,21 @@ def convert(
     """
     writer = writer_of(to)
     limit = byte_count("max_bytes", MAX_BYTES if max_bytes is None else max_bytes) or 0
-    checkpoint = src if isinstance(src, Checkpoint) else open(src, format=format, config=config)
-    if checkpoint.unavailable:
-        raise LayoutError(
-            f"{src}: {listing(f'{n}: {why}' for n, why in checkpoint.unavailable.items())}; nothing is left out silently"
-        )
+    cast = as_dtype(dtype, framework_of("numpy"))
+    checkpoint = as_meant(src if isinstance(src, Checkpoint) else open(src, format=format, config=config), cast)
+    checkpoint = replace(checkpoint, unavailable=_chosen(checkpoint.unavailable, include, exclude))
+    _refuse_lost(src, checkpoint)
     view = _view(checkpoint, writer, names)
+    if include is not None or exclude is not None:
+        moments = {kind: _chosen(of, include, exclude) for kind, of in view.optimizer.items()}
+        _tell_idle(view, include=include, exclude=exclude)
+        view = replace(view, arrays=_chosen(view.arrays, include, exclude), optimizer=moments)
+    _refuse_lost(src, view, missing_arrays(checkpoint) if view.unavailable else ())
     if not view.arrays:
         raise LayoutError(f"{src}: it holds no arrays, so there is nothing to convert")
     _tell(src, checkpoint, view)
-    like = replace(_cast(view, dtype), optimizer=moments_of(view, kinds_of(optimizer, view)))
-    carried = _carried(None if isinstance(src, Checkpoint) else open_folder(src), like, dtype)
+    like = replace(_cast(view, cast), optimizer=moments_of(view, kinds_of(optimizer, view)))
+    carried = _carried(None if isinstance(src, Checkpoint) else open_folder(src), like, cast)
     draft = Draft(writer, local(dst), like, _parts(view, mesh, layout), resume)
     group = processes()
     with shown_progress(progress if group.rank == 0 else None) as report, draft.laid_out(group, view, carried):
@@ -118,7 +127,7 @@ class Draft:
 
         Until the end nobody else may write there.
         """
-        with ExitStack() as held:
+        with closing_files(), ExitStack() as held:
 
             def make() -> None:
                 staging = prepare(self.target, resume=self.resume)
@@ -267,7 +276,50 @@ def _view(checkpoint: Checkpoint, writer: Writer, names: str | None) -> Checkpoi
             f"{shown} elements would be written, {stored} are stored: {view.names} has several names for some of them, and the "
             f"config does not say which is meant; give it in config= (MaxText's scan_layers is such a key)"
         )
-    return view
+    return _tied_once(view, writer) if isinstance(writer, TyingWriter) else view
+
+
+def _tied_once(view: Checkpoint, writer: Writer) -> Checkpoint:
+    """Return a checkpoint without second copies of what the config ties; copies that differ raise."""
+    model = model_in(view)
+    ties = {} if model is None else model.ties
+
+    def once(arrays: Mapping[str, Array]) -> dict[str, Array]:
+        second = {alias for alias, name in ties.items() if alias in arrays and name in arrays}
+        for alias in second:
+            _check_copies(arrays[alias], arrays[ties[alias]], writer)
+        return {name: array for name, array in arrays.items() if name not in second}
+
+    return replace(view, arrays=once(view.arrays), optimizer={kind: once(of) for kind, of in view.optimizer.items()})
+
+
+def _check_copies(one: Array, other: Array, writer: Writer) -> None:
+    """Raise where two copies differ, of which only one can be written."""
+    rows = max(1, MAX_BYTES // 16 // max(1, math.prod(one.shape[1:]) * one.dtype.itemsize))
+    same = one.shape == other.shape and all(
+        np.asarray(one[at : at + rows]).tobytes() == np.asarray(other[at : at + rows]).tobytes() for at in range(0, len(one), rows)
+    )
+    if not same:
+        raise LayoutError(
+            f"{one.name} and {other.name} are tied by the config, {writer.name} has one place for both, and the stored copies "
+            f"differ; say in config= that they are not tied ('tie_word_embeddings': False), or make them equal"
+        )
+
+
+Held = TypeVar("Held")
+
+
+def _chosen(held: Mapping[str, Held], include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> dict[str, Held]:
+    return {name: held[name] for name in chosen(held, include, exclude)}
+
+
+def _tell_idle(view: Checkpoint, **patterns: str | Sequence[str] | None) -> None:
+    """Warn of globs that no name fits."""
+    for word, globs in patterns.items():
+        for glob in [globs] if isinstance(globs, str) else globs or ():
+            if not any(fnmatch.fnmatchcase(name, glob) for name in (*view.arrays, *view.unavailable)):
+                text = f"{word}=: {glob!r} matches no name; there are {listing(view.arrays, 3)}"
+                warnings.warn(text, MeshloadWarning, stacklevel=3)
 
 
 def tell_bytes(arrays: Sequence[Array], format: Format, *, stacklevel: int) -> None:
@@ -276,6 +328,14 @@ def tell_bytes(arrays: Sequence[Array], format: Format, *, stacklevel: int) -> N
         said = listing(f"{array.name} ({array.stored})" for array in arrays if array.stored)
         text = f"{format.name} has no dtype for {said}; their bits are kept, and its readers find bytes, uint8"
         warnings.warn(text, MeshloadWarning, stacklevel=stacklevel + 1)
+
+
+def _refuse_lost(src: Any, checkpoint: Checkpoint, missing: Sequence[str] = ()) -> None:
+    """Raise where arrays are known of that cannot be given."""
+    if checkpoint.unavailable:
+        lost = listing(f"{n}: {why}" for n, why in checkpoint.unavailable.items())
+        told = f" (the config asks for {listing(missing)}, which are not there)" if missing else ""
+        raise LayoutError(f"{src}: {lost}{told}; nothing is left out silently")
 
 
 def _tell(src: Any, checkpoint: Checkpoint, view: Checkpoint) -> None:
@@ -291,19 +351,13 @@ def _tell(src: Any, checkpoint: Checkpoint, view: Checkpoint) -> None:
         warnings.warn(text, MeshloadWarning, stacklevel=3)
 
 
-def _cast(view: Checkpoint, dtype: Any) -> Checkpoint:
+def _cast(view: Checkpoint, dtype: np.dtype[Any] | None) -> Checkpoint:
     """Return what is to be laid out: the same arrays, stored nowhere yet, in the dtype that was asked for."""
-    wanted = as_dtype(dtype, framework_of("numpy"))
-    if wanted is not None and (view.config or {}).get("quantization_config"):
-        raise LayoutError("dtype=: the weights are quantised, and are only converted as they are stored; leave out dtype=")
+    if dtype is not None:
+        check_meaning({name: array.dtype for name, array in view.arrays.items()}, dtype)
 
     def made(array: Array) -> Array:
-        if wanted not in (None, array.dtype) and is_floating(array.dtype) and array.dtype.itemsize == 1:
-            raise LayoutError(
-                f"dtype=: {array.name} is {array.stored or array.dtype.name}, which means nothing without scales, and no config "
-                f"says what they are; leave out dtype= to convert the bits as stored"
-            )
-        return array if wanted is None or not is_floating(array.dtype) else replace(array, dtype=wanted, stored=None)
+        return array if dtype is None or not is_floating(array.dtype) else replace(array, dtype=dtype, stored=None)
 
     return replace(view, arrays={name: replace(made(a), name=name) for name, a in view.arrays.items()})
 
@@ -312,7 +366,8 @@ def _parts(view: Checkpoint, mesh: Any, layout: LayoutLike) -> Parts:
     if mesh is None:
         return Parts()
     found: dict[str, list[tuple[int, Box]]] = {}
-    for target in plan(view, mesh=mesh, layout=layout, rank="all", names=view.names).targets:
+    plain = replace(view, arrays={name: replace(a, step=None) for name, a in view.arrays.items()})  # its steps move no box
+    for target in plan(plain, mesh=mesh, layout=layout, rank="all", names=view.names).targets:
         if target.box is not None:
             found.setdefault(target.name, []).extend((rank, target.box) for rank in target.ranks)
     into = "numpy" if isinstance(mesh, (str, Mapping, Mesh)) else None  # as plan() has it
@@ -332,7 +387,7 @@ def _fingerprint(like: Checkpoint, view: Checkpoint, writer: Writer, parts: Part
     }
 
 
-def _carried(folder: Folder | None, like: Checkpoint, dtype: Any) -> list[tuple[str, bytes]]:
+def _carried(folder: Folder | None, like: Checkpoint, dtype: np.dtype[Any] | None) -> list[tuple[str, bytes]]:
     """Return the files that go with the model; its config says the dtype that it now has."""
     found = {}
     if folder is not None and folder.entry is None:
@@ -341,7 +396,7 @@ def _carried(folder: Folder | None, like: Checkpoint, dtype: Any) -> list[tuple[
     if config and (dtype is not None or "config.json" not in found):
         for key in ("torch_dtype", "dtype"):
             if key in config and dtype is not None:
-                config[key] = np.dtype(as_dtype(dtype, framework_of("numpy"))).name
+                config[key] = dtype.name
         found["config.json"] = config_file(config)
     return list(found.items())
 

@@ -15,6 +15,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -23,11 +24,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .box import Box, Shape, row_major, whole
-from .errors import FormatError, LayoutError, SourceError
+from .errors import FormatError, LayoutError, SourceError, listing
 
 ONES = 0xFFFFFFFF
 POLYNOMIAL = 0xEDB88320
 """CRC-32's, lowest bit first: bit 31 is the coefficient of x**0."""
+
+LIMIT = 256 << 20
+"""Bytes of a digest's file, at most: that of a million arrays takes about this."""
+DIMS = 64
+"""NumPy's arrays have no more."""
 
 Words = NDArray[np.uint32]
 
@@ -99,21 +105,38 @@ class Digest:
         )
 
     def save(self, path: Any) -> None:
-        """Write a JSON file."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.to_json(), file, indent=1)
+        """Write a JSON file; an older one of this name is there until all of it is written."""
+        text, place = json.dumps(self.to_json(), indent=1), os.fsdecode(path)
+        try:
+            if os.path.exists(place) and not os.path.isfile(place):  # a pipe, or a terminal
+                _write(place, text)
+                return
+            place = os.path.realpath(place)
+            unfinished = os.path.join(os.path.dirname(place), f".{os.path.basename(place)}.meshload-unfinished")
+            try:
+                _write(unfinished, text)
+                os.replace(unfinished, place)
+            except OSError:
+                with suppress(OSError):
+                    os.unlink(unfinished)
+                raise
+        except OSError as error:
+            raise SourceError(f"{os.fsdecode(path)}: cannot be written: {error.strerror}") from error
 
     @staticmethod
     def load(path: Any) -> Digest:
         """Read what `save` wrote."""
         name = os.fspath(path)
         try:
-            with open(path, encoding="utf-8") as file:
-                found = json.load(file)
+            with open(path, "rb") as file:
+                data = file.read(LIMIT + 1)
+            if len(data) > LIMIT:
+                raise ValueError(f"it has more than {LIMIT} bytes")
+            found = json.loads(data, object_pairs_hook=_unique)
         except OSError as error:
             raise SourceError(f"{name}: cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
-            raise FormatError(f"{name}: it is no digest: not JSON: {error}") from error
+            raise FormatError(f"{name}: it is no digest: not JSON as expected: {error}") from error
         return Digest.from_json(found, name)
 
     @staticmethod
@@ -160,7 +183,7 @@ def _entry(described: Any, where: str) -> Entry:
         dtype, shape, text, size = (described[key] for key in ("dtype", "shape", "sum", "size"))
         entry = Entry(dtype, tuple(shape), int(text, 16), size)
         counts = (*entry.shape, entry.size)
-        is_one = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in counts)
+        is_one = isinstance(shape, list) and len(shape) <= DIMS and all(type(n) is int and 0 <= n < 1 << 62 for n in counts)
         is_one = is_one and re.fullmatch("[0-9a-f]{8}", text) is not None and dtype_named(dtype).itemsize > 0
     except (KeyError, TypeError, ValueError, AttributeError):
         is_one = False
@@ -168,7 +191,22 @@ def _entry(described: Any, where: str) -> Entry:
         raise FormatError(
             f"{where}: dtype, shape, sum (8 hex digits) and size of an array were expected, found {str(described)[:200]}"
         )
+    said = described.get("crc32")
+    if said is not None and entry.is_whole and said != f"{entry.crc32:08x}":
+        raise FormatError(f"{where}: its sum {text} is that of the CRC-32 {entry.crc32:08x}, crc32 says {said!r:.40}")
     return entry
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError(f"one of the names {listing(dict.fromkeys(name for name, _ in pairs))} stands twice")
+    return found
 
 
 def of_slice(name: str, values: NDArray[Any], box: Box, shape: Shape) -> Digest:
@@ -194,7 +232,7 @@ def sum_of(values: NDArray[Any], box: Box, shape: Shape) -> int:
     """Return what a slice adds to the sum, from the runs that it is made of in the whole array."""
     if not values.size:
         return 0
-    values = np.ascontiguousarray(values)
+    values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     itemsize = values.dtype.itemsize
     inner = values.ndim  # dims from here on are one run of the whole array
     while inner > 0 and (inner == values.ndim or box.shape[inner] == shape[inner]):

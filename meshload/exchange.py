@@ -20,10 +20,10 @@ from .errors import SourceError
 from .frameworks import Group, installed
 from .pieces import Ints
 from .planning import Plan
-from .reading import Progress, read
+from .reading import Progress, read, word_of
 from .scheduling import NETWORK_THREADS, THREADS, Copies, compacted
 from .sharing import Shared, share_out
-from .source import Bytes, ByteSource, ChunkedSource, Source
+from .source import Bytes, ByteSource, ChunkedSource, Source, closing_files
 
 T = TypeVar("T")
 
@@ -125,6 +125,7 @@ def exchange_of(plan: Plan, group: Group) -> Exchange:
     return Exchange(group, mine, first, [own.get(key) for key in keys], shared, max(1, math.ceil(most / STEP)))
 
 
+@closing_files()
 def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *, progress: Progress | None = None) -> None:
     """Fill buffers as `read` does; what several processes want is read once between them. Where one fails all raise."""
     group, shared = exchange.group, exchange.shared
@@ -136,22 +137,35 @@ def read_shared(plan: Plan, buffers: Mapping[int, Bytes], exchange: Exchange, *,
         together(group, partial(read, part, buffers, progress=progress and _advance(progress, done, total)))
         done += part.schedule.nbytes
     slabs = _Slabs(exchange)
+    given: list[tuple[Ints, Bytes]] = []
+
+    def place() -> None:
+        """Put what came in a round where it belongs."""
+        nonlocal done
+        for rows, data in given:
+            _place(exchange, rows, data, buffers)
+            done += len(data)
+        if progress and any(len(data) for _, data in given):
+            progress(done, total)
+        given.clear()
+
+    def sent(rows: Ints) -> list[Bytes]:
+        place()
+        return _sent(exchange, rows, slabs)
+
     try:
         for rows, following in pairwise([*shared.rounds(), None]):
             assert rows is not None
-            sent = together(group, partial(_sent, exchange, rows, slabs)) or []
+            out = together(group, partial(sent, rows)) or []
             if following is not None:
                 slabs.ask(following)
             taken = rows[shared.parts.target[rows] == group.rank]
-            by_rank = shared.slabs[shared.slab[taken], 3]
-            parts = shared.parts.take(taken)
+            reader, parts = shared.slabs[shared.slab[taken], 3], shared.parts.take(taken)
             sizes = np.zeros(group.size, np.int64)
-            np.add.at(sizes, by_rank, parts.sizes * parts.itemsize)
-            for rank, data in enumerate(group.swap(sent, sizes.tolist())):
-                _place(exchange, taken[by_rank == rank], data, buffers)
-            done += int(sizes.sum())
-            if progress and len(taken):
-                progress(done, total)
+            np.add.at(sizes, reader, parts.sizes * parts.itemsize)
+            for rank, data in enumerate(group.swap(out, sizes.tolist())):
+                given.append((taken[reader == rank], data))
+        together(group, place)
     finally:
         slabs.pool.shutdown(cancel_futures=True)
 
@@ -238,8 +252,7 @@ def _place(exchange: Exchange, rows: Ints, data: Bytes, buffers: Mapping[int, By
 
 
 def _view(parts: Copies, row: int, memory: Bytes, offset: int, strides: Ints) -> NDArray[Any]:
-    itemsize = int(parts.itemsize[row])
-    word = np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype((np.void, itemsize))
+    word = word_of(int(parts.itemsize[row]))
     return np.ndarray(tuple(parts.shape[row].tolist()), word, memory, offset, tuple(strides[row].tolist()))
 
 

@@ -78,6 +78,13 @@ class Writer(Format, Protocol):
 
 
 @runtime_checkable
+class TyingWriter(Writer, Protocol):
+    """A format in which weights that are tied have one place."""
+
+    has_one_place_for_ties: bool
+
+
+@runtime_checkable
 class Renaming(Writer, Protocol):
     """A format that writes arrays under other names than theirs."""
 

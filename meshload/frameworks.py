@@ -97,8 +97,8 @@ Held = Callable[[int, int], NDArray[np.uint8]]
 
 
 def held(values: NDArray[Any]) -> Held:
-    """Return an array of main memory as what gives its bytes."""
-    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    """Return an array of main memory as what gives its bytes, in the machine's order."""
+    flat = np.ascontiguousarray(values, values.dtype.newbyteorder("=")).reshape(-1).view(np.uint8)
     return lambda start, stop: flat[start:stop]
 
 

@@ -23,9 +23,9 @@ from .converting import local, tell_bytes
 from .errors import LayoutError, MeshloadError, listing
 from .formats import Format, Grid, Indexer, installed
 from .loading import open
-from .pieces import Ints, Pieces
+from .pieces import Ints, Pieces, repeated
 from .source import LocalFile, LocalFolder, open_folder
-from .writing import Located, discarding, link, move_in, prepare, prepare_within, publish
+from .writing import Located, discarding, link, locked, move_in, prepare, prepare_within, publish
 
 CHUNK = 4 << 20
 """Bytes of a chunk, at most, where an array can be cut at all: what a reader takes for one element."""
@@ -84,7 +84,7 @@ def index(
         raise LayoutError(f"{folder.name}: only local files can be indexed")
     home = Path(os.path.abspath(folder.path))
     target = home if dst is None else local(dst)
-    beside = target == home or (target.exists() and target.samefile(home))
+    beside = target == home or (os.path.exists(target) and target.samefile(home))
     if beside and folder.entry is not None:
         raise LayoutError(f"{folder.name}: an index speaks for a folder, and this is one file; name a folder for it: dst=")
     checkpoint = open(src, format=format, config=config)
@@ -99,9 +99,9 @@ def index(
         raise LayoutError(f"{folder.name}: none of its arrays can be shown by {indexer.name}: {why}")
 
     tell_bytes([g.array for g in grids], indexer, stacklevel=2)
-    replaced = indexer.indexed(LocalFolder(target), beside=beside) if target.is_dir() else ()
+    replaced = indexer.indexed(LocalFolder(target), beside=beside) if os.path.isdir(target) else ()
     staging = prepare_within(target) if beside or replaced else prepare(target, resume=False)
-    with discarding(staging):
+    with locked(staging.path), discarding(staging):
         written = indexer.index(staging, grids, places, beside=beside, config=None if beside else shown.config)
         nbytes = sum((staging.path / file).stat().st_size for file in written)
         links = {} if beside else places
@@ -247,8 +247,7 @@ def _cells(array: Array, chunk: Shape, counts: Shape) -> tuple[Ints, Ints]:
     each = np.asarray(chunk, np.int64).reshape(1, -1)
     parts = pieces.shape // each
     many = parts.prod(axis=1)
-    row = np.repeat(np.arange(len(pieces)), many)
-    left = np.arange(len(row)) - np.repeat(np.cumsum(many) - many, many)
+    row, left = repeated(many)
     offset = pieces.offset[row]
     at = np.zeros(len(row), np.int64)
     size = 1

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .array import Array
 from .box import Box
 from .checkpoint import Checkpoint
+from .dequantising import SCALES, Dequantised, dequantised
 from .digests import Digest, of_slice, total
 from .errors import FormatError, LayoutError, MeshloadError, MeshloadWarning, MissingArray, MissingPieces, listing
 from .exchange import Alone, exchange_of, read_shared, running, shared, together
@@ -38,11 +39,10 @@ from .naming import (
 )
 from .planning import MAX_BYTES, Choice, Plan, Target, check_limit
 from .planning import plan as join
-from .quantised import SCALES, blocks_of, dequantised, scale_of
 from .ranks import resolved
 from .reading import Progress, buffers_for, read, values_of
 from .requesting import Collector, LayoutLike, all_names, missing_text, model_in, no_names, view_of
-from .source import Folder, open_folder
+from .source import WRITING, Folder, LocalFolder, closing_files, is_remote, open_folder
 from .wanting import Wanted
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def _uncollected() -> Iterator[None]:
 
 
 @_uncollected()
+@closing_files()
 def open(path: Any, *, format: str | Format | None = None, config: Any = None) -> Checkpoint:
     """Open a checkpoint: headers and indexes are read, no payload.
 
@@ -75,6 +76,11 @@ def open(path: Any, *, format: str | Format | None = None, config: Any = None) -
     Face `config.json`, its folder, or a dict with its keys. Raises `FormatError` for what is no checkpoint or a damaged one.
     """
     folder = open_folder(path)
+    if isinstance(folder, LocalFolder) and folder.has(WRITING):
+        raise FormatError(
+            f"{folder.name}: what meshload writes there is not finished, or was interrupted, and may hold zeros; convert again "
+            f"with resume=True, or remove it"
+        )
     found, passed_over = choose(folder, format)
     opened = found.open(folder)
     meta = dict(opened.meta)
@@ -141,7 +147,8 @@ def _completed(told: Mapping[str, Any] | None, given: Mapping[str, Any] | None) 
 def _views(native: Checkpoint, opened: Checkpoint) -> dict[str, Callable[[], Checkpoint]]:
     """Return the other namings under which a checkpoint can be shown."""
     views: dict[str, Callable[[], Checkpoint]] = dict(opened.views)
-    views.setdefault("stored", lambda: replace(opened, names="stored"))
+    stored = opened.views.get("stored", lambda: replace(opened, names="stored"))
+    views["stored"] = lambda: replace(stored(), config=native.config, views=views)
     for naming in naming_names():
         views[naming] = partial(_shown_as, native, naming)
     views["native"] = lambda: replace(native, views=views)
@@ -267,7 +274,7 @@ def restore(
         exchange: Whether the running processes share their reads: what several want is read once, and handed on by the process
             group. Then all of them must call, each with its own `like` if need be. By default they do where the checkpoint lies
             in an object store or on a network file system, and `mesh=` spans the group; a rank that is asked for by `rank=` reads
-            alone. The result is the same.
+            alone. The result is the same. Where it is local to some processes and remote to others, say True or False.
         max_bytes: Ceiling of memory that is neither result nor metadata; 256 MiB by default.
         merge_gap: Unwanted bytes that are read rather than skipped; by default 4 KiB locally, more for object stores.
         progress: True for a bar on the terminal, or a function of bytes done and bytes in all.
@@ -282,22 +289,22 @@ def restore(
     def prepare() -> tuple[_Request, Digest | None, Stream | None, dict[int, Any]]:
         request = _request(
             path,
-            mesh,
-            rank,
-            layout,
-            like,
-            into,
-            dtype,
-            names,
-            format,
-            config,
-            include,
-            exclude,
-            missing,
-            optimizer,
-            copies,
-            max_bytes,
-            merge_gap,
+            mesh=mesh,
+            rank=rank,
+            layout=layout,
+            like=like,
+            into=into,
+            dtype=dtype,
+            names=names,
+            format=format,
+            config=config,
+            include=include,
+            exclude=exclude,
+            missing=missing,
+            optimizer=optimizer,
+            copies=copies,
+            max_bytes=max_bytes,
+            merge_gap=merge_gap,
         )
         _warn(request)
         expected = digest if digest is None or isinstance(digest, Digest) else Digest.load(digest)
@@ -355,7 +362,7 @@ def _choice(exchange: bool | None, path: Any, mesh: Any, rank: Any, group: Group
         return Choice(False, "an open checkpoint was given")
     if group.size > 1 and not _spans(mesh, group):
         return Choice(False, "mesh= has not all processes that run")
-    if open_folder(path).is_remote:
+    if is_remote(path):
         return Choice(True, "an object store or a network file system")
     return Choice(False, "a local file system")
 
@@ -395,22 +402,22 @@ def plan(
     _check_exchange(exchange, rank)
     made = _request(
         path,
-        mesh,
-        rank,
-        layout,
-        like,
-        into,
-        dtype,
-        names,
-        format,
-        config,
-        include,
-        exclude,
-        missing,
-        optimizer,
-        copies,
-        max_bytes,
-        merge_gap,
+        mesh=mesh,
+        rank=rank,
+        layout=layout,
+        like=like,
+        into=into,
+        dtype=dtype,
+        names=names,
+        format=format,
+        config=config,
+        include=include,
+        exclude=exclude,
+        missing=missing,
+        optimizer=optimizer,
+        copies=copies,
+        max_bytes=max_bytes,
+        merge_gap=merge_gap,
     ).plan
     return replace(made, exchange=_choice(exchange, path, mesh, rank, running()))
 
@@ -426,12 +433,8 @@ class _Request:
     dtype: np.dtype[Any] | None
     dtypes: Mapping[str, np.dtype[Any] | None]
     ties: Sequence[tuple[str, str]]
-    ranks: tuple[int, ...]
     notes: Sequence[str]
     """What is right, but unexpected."""
-    scales: Mapping[int, int]
-    """Target of a quantised weight -> the target of its scales, where the weight is to be dequantised."""
-    blocks: Sequence[int] | None
     tied: Mapping[str, str]
     """Arrays that the config ties -> the name that both are stored under, where they are stored once."""
 
@@ -461,23 +464,38 @@ class _Request:
         added = total(found.values())
         different = added.differences(expected)
         if different:
-            raise FormatError(f"digest=: {listing(f'{name} {what}' for name, what in different)}")
-        untold = dict.fromkeys([*added.partial, *unlike, *(n for n in added.arrays if n not in expected.arrays)])
+            told_of = listing(f"{name} {what}{self._among(name)}" for name, what in different)
+            raise FormatError(
+                f"digest=: {told_of}; the files are damaged, or the digest is another checkpoint's (verify with a second copy "
+                f"finds the elements)"
+            )
+        lacking = {*added.arrays} - {*expected.arrays} | {*expected.partial}
+        untold = dict.fromkeys([*added.partial, *unlike, *(n for n in added.arrays if n in lacking)])
         if untold:
             warnings.warn(
-                f"digest=: {len(untold)} arrays were not compared, since this process holds only a part of them, or the digest "
-                f"lacks them: {listing(untold)}",
+                f"digest=: {len(untold)} arrays were not compared, since this process holds only a part of them, they are "
+                f"dequantised, or the digest lacks them or is of a part: {listing(untold)}",
                 MeshloadWarning,
                 stacklevel=3,
             )
 
+    def _among(self, name: str) -> str:
+        """Say in which files an array lies, as far as this process reads it."""
+        copies = self.plan.copies
+        mine = [i for i, t in enumerate(self.plan.targets) if name in (t.name, self.tied.get(t.name))]
+        files = [self.plan.sources[i].name for i in np.unique(copies.source[np.isin(copies.target, mine)]).tolist()]
+        return f" (in {listing(files, 3)})" if files else ""
+
     def _digests(self, buffers: Mapping[int, Any], expected: Digest) -> tuple[dict[tuple[str, Box], Digest], list[str]]:
-        """Return the digest of each slice that was read, and the arrays of which a slice is no single box, or is padded."""
+        """Return the digest of each slice that was read, and the arrays of which one is no box, padded or computed."""
         found: dict[tuple[str, Box], Digest] = {}
         unlike: list[str] = []
+        copies = self.plan.copies
+        is_computed = np.asarray([isinstance(s, Dequantised) for s in self.plan.sources], bool)
+        computed = set(np.unique(copies.target[is_computed[copies.source]]).tolist()) if is_computed.any() else set()
         for i, target in enumerate(self.plan.targets):
             box, name = target.box, target.name if target.name in expected.arrays else self.tied.get(target.name, target.name)
-            if box is None or target.filled != target.size:
+            if box is None or target.filled != target.size or i in computed:
                 unlike += [] if i in self.plan.spare else [name]
             elif i not in self.plan.spare and (name, box) not in found:
                 values = values_of(buffers[i], target, [buffers[n] for n in self.plan.others.get(i, ())])
@@ -487,7 +505,7 @@ class _Request:
     def stream(self, device: Any) -> Stream | None:
         """Make the tensors of devices that are filled while others are read; None where there are none.
 
-        What is chunked is decoded whole, weights that are dequantised need their scales, and ties are compared in main memory.
+        What is chunked is decoded whole, and ties are compared in main memory.
         """
         staging = self.framework.staging() if isinstance(self.framework, Streaming) else None
         if staging is None:
@@ -496,7 +514,7 @@ class _Request:
 
         targets, sources, copies = self.plan.targets, self.plan.sources, self.plan.copies
         chunked = np.asarray([s.unit != 1 for s in sources], bool)
-        held = {*self.plan.spare, *self.scales, *self.scales.values(), *np.unique(copies.target[chunked[copies.source]]).tolist()}
+        held = {*self.plan.spare, *np.unique(copies.target[chunked[copies.source]]).tolist()}
         compared = {name for pair in self.ties for name in pair}
         landings = {}
         for i, target in enumerate(targets):
@@ -513,18 +531,17 @@ class _Request:
         """Turn filled buffers into tensors, letting go of each buffer on the way; what has landed is there."""
         by_name: dict[str, list[int]] = {}
         for i, target in enumerate(self.plan.targets):
-            if i not in self.scales.values() and i not in self.plan.spare:
+            if i not in self.plan.spare:
                 by_name.setdefault(target.name, []).append(i)
         aliases: dict[int, list[str]] = {}
         for alias, i in self.plan.aliases:
             aliases.setdefault(i, []).append(alias)
         tensors: dict[str, Any] = {}
-        factors = {i: values_of(buffers.pop(i), self.plan.targets[i]) for i in set(self.scales.values())}
         for name, numbers in by_name.items():
             targets = [self.plan.targets[i] for i in numbers]
             slices = []
             for i, target in zip(numbers, targets, strict=True):
-                values = landings[i].tensor if i in landings else self._values(i, buffers, factors)
+                values = landings[i].tensor if i in landings else self._values(i, buffers)
                 slices += [Slice(r, target.box, values, target.stored) for r in target.ranks]
             tensor = self.framework.tensor(slices, self._placement(targets[0], device))
             tensors[name] = tensor
@@ -540,22 +557,17 @@ class _Request:
         """Return what a target is cast to, if to anything."""
         return self.dtypes.get(target.name) or (self.dtype if is_floating(target.dtype) else None)
 
-    def _values(self, i: int, buffers: dict[int, Any], factors: Mapping[int, NDArray[Any]]) -> NDArray[Any]:
+    def _values(self, i: int, buffers: dict[int, Any]) -> NDArray[Any]:
         target: Target = self.plan.targets[i]
         wanted = self._wanted(target)
-        others = [buffers.pop(n) for n in self.plan.others.get(i, ())]
-        values = values_of(buffers.pop(i), target, others, None if i in self.scales else wanted)
-        if i in self.scales and self.dtype is not None:
-            other = self.plan.targets[self.scales[i]]
-            start = target.box.start if target.box and other.box else (0,) * values.ndim
-            scales_start = other.box.start if target.box and other.box else (0,) * values.ndim
-            return dequantised(values, factors[self.scales[i]], self.blocks, start, scales_start, self.dtype)
+        values = values_of(buffers.pop(i), target, [buffers.pop(n) for n in self.plan.others.get(i, ())], wanted)
         return values if wanted is None or wanted == values.dtype else values.astype(wanted)
 
 
 @_uncollected()
 def _request(
     path: Any,
+    *,
     mesh: Any,
     rank: Any,
     layout: LayoutLike,
@@ -581,8 +593,9 @@ def _request(
     max_bytes, merge_gap = byte_count("max_bytes", max_bytes), byte_count("merge_gap", merge_gap)
     if optimizer and like is not None:
         raise LayoutError("optimizer=True goes with a dict of tensors; a like= names all that it wants itself")
-    checkpoint = path if isinstance(path, Checkpoint) else open(path, format=format, config=config)
     framework = framework_of(into, mesh, like)
+    cast = as_dtype(dtype, framework)
+    checkpoint = as_meant(path if isinstance(path, Checkpoint) else open(path, format=format, config=config), cast, narrow=True)
     sized, foreign, ranks = resolved(mesh, rank, framework)
     if framework.spans_always and foreign is None and like is None:
         raise LayoutError(f"into={framework.name!r}: its tensors span a mesh of its own, and mesh={mesh!r} is none")
@@ -592,15 +605,25 @@ def _request(
         raise LayoutError(f"copies={copies!r}: 'first', 'check' or 'mean' was expected")
     wanted = Wanted(copies=copies)
     placements: dict[str, Placement] = {}
-    collect = Collector(view, sized, foreign, ranks, layout, framework, wishes, wanted, placements, include, exclude)
+    collect = Collector(
+        view=view,
+        mesh=sized,
+        foreign=foreign,
+        ranks=ranks,
+        layout=layout,
+        framework=framework,
+        wishes=wishes,
+        wanted=wanted,
+        placements=placements,
+        include=include,
+        exclude=exclude,
+    )
     collect.weights()
     if optimizer:
         collect.moments(checkpoint)
     collect.check_globs()
     collect.check_shares()
-    for axis in collect.idle_axes():
-        same = f"its {sized.size_of(axis)} ranks hold the same"
-        wanted.notes.append(f"mesh axis {axis!r} cuts nothing in the default layout: {same}; pass layout= to use it")
+    collect.check_axes()
     wanted.notes += [f"{p.file}: {p.text}" for p in checkpoint.problems if checkpoint.config is None and not checkpoint.unavailable]
     if wanted.missing and missing == "error":
         raise MissingArray(missing_text(view, wanted.missing))
@@ -615,22 +638,28 @@ def _request(
         wanted.targets,
         joined.copies,
         joined.others,
-        tuple(wanted.aliases),
-        collect.unexpected(),
-        tuple(wanted.missing),
-        (f"mesh {sized} ({sized.chosen})", *wanted.notes) if sized.names else tuple(wanted.notes),
-        MAX_BYTES if max_bytes is None else max_bytes,
-        merge_gap,
+        aliases=tuple(wanted.aliases),
+        unexpected=collect.unexpected(),
+        missing=tuple(wanted.missing),
+        notes=(f"mesh {sized} ({sized.chosen})", *wanted.notes) if sized.names else tuple(wanted.notes),
+        max_bytes=MAX_BYTES if max_bytes is None else max_bytes,
+        merge_gap=merge_gap,
         apart=rank == "all",
     )
-    cast = as_dtype(dtype, framework)
     made = replace(made, notes=(*made.notes, *_cast_cost(made, cast)))
-    dtypes = {n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {}
-    scales = {} if cast is None else _scales(made, checkpoint.config, cast)
-    quantisation = (checkpoint.config or {}).get("quantization_config")
-    blocks = blocks_of(quantisation) if scales and isinstance(quantisation, Mapping) else None
-    doubles, tied = collect.doubles(), {} if view.target is None else view.target.ties
-    return _Request(made, framework, placements, like, cast, dtypes, doubles, ranks, wanted.notes, scales, blocks, tied)
+    if cast is not None:
+        check_meaning({t.name: t.dtype for t in made.targets}, cast)
+    return _Request(
+        plan=made,
+        framework=framework,
+        placements=placements,
+        like=like,
+        dtype=cast,
+        dtypes={n: w.dtype for n, w in (wishes or {}).items()} if cast is None else {},
+        ties=collect.doubles(),
+        notes=wanted.notes,
+        tied={} if view.target is None else view.target.ties,
+    )
 
 
 def _globs(word: str, globs: Any) -> list[str] | None:
@@ -662,28 +691,26 @@ def _cast_cost(made: Plan, cast: np.dtype[Any] | None) -> Iterator[str]:
         yield f"dtype={cast.name}: {len(changed)} arrays are cast, and take {after} bytes in place of {before}"
 
 
-def _scales(made: Plan, config: Mapping[str, Any] | None, cast: np.dtype[Any]) -> dict[int, int]:
-    """Find the scales of the quantised weights that a cast is to dequantise, or say why it cannot."""
-    quantisation = (config or {}).get("quantization_config")
-    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else None
-    if method not in (None, "fp8", "fbgemm_fp8", "compressed-tensors"):
-        raise LayoutError(f"dtype=: weights quantised by {method} cannot be dequantised; leave out dtype= to get them as stored")
-    at = {(t.name, t.ranks): i for i, t in enumerate(made.targets)}
-    names = {t.name for t in made.targets}
-    found: dict[int, int] = {}
-    for i, target in enumerate(made.targets):
-        if target.dtype.itemsize > 1 or not is_floating(target.dtype) or target.dtype == cast:
-            continue
-        scale = scale_of(target.name, names)
-        if scale is None or (scale, target.ranks) not in at:
-            if target.name.endswith(SCALES):
-                continue
+def as_meant(checkpoint: Checkpoint, dtype: np.dtype[Any] | None, *, narrow: bool = False) -> Checkpoint:
+    """Return a checkpoint whose quantised weights are what they mean, where there is a dtype for them."""
+    if dtype is None:
+        return checkpoint
+    native = checkpoint.with_names("native") if "native" in checkpoint.views else checkpoint
+    arrays, config = dequantised(native.arrays, native.config, dtype, narrow=narrow)
+    if arrays is native.arrays:
+        return checkpoint
+    found = with_views(replace(native, arrays=arrays, config=config))
+    return found if checkpoint.names in ("native", "stored") else found.with_names(checkpoint.names)
+
+
+def check_meaning(dtypes: Mapping[str, np.dtype[Any]], cast: np.dtype[Any]) -> None:
+    """Raise where 8-bit floats are to be cast whose scales are not known."""
+    for name, dtype in dtypes.items():
+        if dtype.itemsize == 1 and is_floating(dtype) and dtype != cast and not name.endswith(SCALES):
             raise LayoutError(
-                f"dtype=: {target.name} is {target.stored or target.dtype.name}, which means nothing without scales, and no scales "
-                f"are among what is wanted; leave out dtype= to get the bits as stored"
+                f"dtype=: {name} is {dtype.name}, which means nothing without scales, and there are none; leave out dtype= to get "
+                f"the bits as stored"
             )
-        found[i] = at[scale, target.ranks]
-    return found
 
 
 def as_dtype(dtype: Any, framework: Framework) -> np.dtype[Any] | None:

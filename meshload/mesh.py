@@ -240,7 +240,7 @@ def fitted(names: Sequence[str], world: int, per_node: int) -> Mesh:
     """Return a mesh for axes without sizes: one axis takes all; else `tp` the processes of a node, `pp` the nodes, the rest 1."""
     names = tuple(names)
     if not names or not all(isinstance(n, str) and n.isidentifier() for n in names):
-        raise LayoutError(f"mesh {names!r}: names of axes were expected, as in ('pp', 'tp', 'dp')")
+        raise LayoutError(f"mesh {names!r}: names of axes were expected, as in ('pp', 'tp', 'dp'), or sizes, as in 'pp=2,tp=4'")
     if len(names) == 1:
         return Mesh(names, (world,), f"its one axis takes all {world} processes")
     if world == 1:

@@ -30,6 +30,8 @@ from .pieces import Pieces, stacked, union
 from .quantised import Method, parse_method, with_companions
 
 CANONICAL = "hf"
+LIVE = "transformers"
+"""The naming of live modules; families without a table of it are called there as on the disk."""
 
 METHODS = ("quantised", "adapted")
 """Tables of what lies beside weights, in any naming."""
@@ -211,6 +213,8 @@ def model_of(naming: str, config: Mapping[str, Any] | None, *, names: Iterable[s
     """
     family = family_of(config)
     tables = tables_of(family)
+    if naming == LIVE and naming not in tables:
+        naming = CANONICAL
     if config is None or naming not in tables:
         return None
     table = tables[naming]
@@ -444,17 +448,23 @@ def _check_shape(model: Model, line: Line, pattern: Pattern, expected: Shape, ar
 
 
 def shown(model: Model, inventory: Inventory, like: Checkpoint) -> Checkpoint:
-    """Return the arrays of a checkpoint under another naming, lazily."""
+    """Return the arrays of a checkpoint under another naming, lazily; what fuses stored parts with missing ones is unavailable."""
     arrays: dict[str, Array] = {}
+    torn: dict[str, str] = {}
     for line in model.table.lines:
-        if not all(part in inventory.parts for part in line.parts):
+        if not any(part in inventory.parts for part in line.parts):
             continue
         pattern, shape = model.pattern(line), model.whole_shape(line)
         over = {d: range(model.size(line.parts[0], d)) for d in line.counted}
         for index in model.indices(line, over):
-            made = _shown_array(model, line, pattern, shape, index, inventory)
-            if made is not None:
-                arrays[made.name] = made
+            lacking = [p for p in line.parts if p not in inventory.parts or inventory.parts[p].kind(line.counted, index) is None]
+            if not lacking:
+                made = _shown_array(model, line, pattern, shape, index, inventory)
+                if made is not None:
+                    arrays[made.name] = made
+            elif len(lacking) < len(line.parts):
+                held = [part for part in line.parts if part not in lacking]
+                torn[rename(line, index)] = f"of its parts the checkpoint has {listing(held)}, and lacks {listing(lacking)}"
     parts_of = {line.name: line.parts for line in model.table.lines}
     for alias, name in model.ties.items():
         if alias in arrays and name in arrays:  # the same part under both names, where only one is stored
@@ -462,7 +472,7 @@ def shown(model: Model, inventory: Inventory, like: Checkpoint) -> Checkpoint:
             if all(inventory.parts[a] is inventory.parts[b] for a, b in both):
                 del arrays[alias]
     aliases = {a: n for a, n in model.ties.items() if n in arrays and a not in arrays}
-    return replace(like, arrays=arrays, aliases=aliases, names=model.naming)
+    return replace(like, arrays=arrays, aliases=aliases, unavailable={**like.unavailable, **torn}, names=model.naming)
 
 
 def _shown_array(
@@ -473,8 +483,7 @@ def _shown_array(
     for part in line.parts:
         stored = inventory.parts[part]
         kind = stored.kind(line.counted, index)
-        if kind is None:
-            return None
+        assert kind is not None
         kinds.add(kind)
         pieces, dims = stored.groups[kind], list(stored.dims)
         for dim, i in zip(line.counted, index, strict=True):

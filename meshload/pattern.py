@@ -623,8 +623,14 @@ class Namer:
         return list(found.values())
 
     def _respelled(self, name: str) -> Place | None:
+        found = self._prefixed(name)
         for other, ours in self._spellings:
-            name = other.sub(lambda m, ours=ours: ours.format(*m.groups()), name)  # type: ignore[misc]  # a str
+            if found is None:
+                name = other.sub(lambda m, ours=ours: ours.format(*m.groups()), name)  # type: ignore[misc]  # a str
+                found = self._prefixed(name)
+        return found
+
+    def _prefixed(self, name: str) -> Place | None:
         found = self.find(name)
         for prefix in self.table.prefixes:
             if found is None:

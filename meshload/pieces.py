@@ -198,8 +198,7 @@ class Pieces:
 
     def _one_row_per_index(self, dim: int) -> Pieces:
         counts = self.shape[:, dim]
-        rows = np.repeat(np.arange(len(self)), counts)
-        step = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        rows, step = repeated(counts)
         table = self.take(rows)
         return Pieces(
             table.sources,
@@ -258,7 +257,7 @@ def union(tables: Sequence[Pieces]) -> Pieces:
     if all(t.sources is tables[0].sources for t in tables):
         sources, source = tables[0].sources, np.concatenate([t.source for t in tables])
     else:
-        sources, source = _renumbered(tables)
+        sources, source = renumbered(tables)
     return Pieces(
         sources,
         source,
@@ -287,7 +286,8 @@ def stacked(tables: Sequence[Pieces], at: Ints) -> Pieces:
     )
 
 
-def _renumbered(tables: Sequence[Pieces]) -> tuple[tuple[Any, ...], Ints]:
+def renumbered(tables: Sequence[Any]) -> tuple[tuple[Any, ...], Ints]:
+    """Return the sources of all tables, each once, and the `source` columns one after another, counted over these."""
     number: dict[int, int] = {}
     sources: list[Any] = []
     maps: dict[int, Ints] = {}
@@ -302,6 +302,16 @@ def _renumbered(tables: Sequence[Pieces]) -> tuple[tuple[Any, ...], Ints]:
             renumber = maps[id(t.sources)] = np.asarray([number[id(s)] for s in t.sources], np.int64)
         columns.append(renumber[t.source] if len(t) else t.source)
     return tuple(sources), np.concatenate(columns)
+
+
+def repeated(counts: Ints) -> tuple[Ints, Ints]:
+    """Return the number of each row, as often as it counts, and the place of each among those of its row.
+
+    >>> repeated(np.asarray([2, 0, 3]))
+    (array([0, 0, 2, 2, 2]), array([0, 1, 0, 1, 2]))
+    """
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def boxes(pieces: Pieces) -> list[Box]:

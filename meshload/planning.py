@@ -19,7 +19,7 @@ import numpy as np
 from .array import Array, Step
 from .box import Box, Shape
 from .errors import FormatError, LimitError, MissingPieces, Overlap, listing
-from .pieces import Ints, Pieces, piece, stacked
+from .pieces import Ints, Pieces, piece, repeated, stacked
 from .scheduling import Copies, Schedule, schedule
 from .source import Source
 
@@ -124,6 +124,10 @@ class Plan:
     """Whether its ranks read each for themselves, so that counts add up over `each()`; else one process reads for all."""
     exchange: Choice = Choice(False, "not asked")
     """Whether processes that restore their ranks at once share these reads; counts are those of ranks that do not."""
+
+    def __repr__(self) -> str:
+        missing = f", {len(self.missing)} missing" if self.missing else ""
+        return f"Plan({len(self.targets)} targets, {self.wanted_bytes} bytes wanted in {len(self.copies)} copies{missing})"
 
     def each(self) -> dict[int, Plan]:
         """Return the plan of each rank."""
@@ -412,9 +416,8 @@ def meetings(a: Pieces, b: Pieces) -> tuple[Ints, Ints]:
             break
     assert best is not None
     _, order, low, counts = best
-    rows = np.repeat(np.arange(len(a)), counts)
-    step = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    columns = order[np.repeat(low, counts) + step]
+    rows, step = repeated(counts)
+    columns = order[low[rows] + step]
     keep = np.ones(len(rows), bool)
     for d in range(a.ndim):
         a_start, b_start = a.start[rows, d], b.start[columns, d]
@@ -496,9 +499,7 @@ def _check_inside(copies: Copies, targets: Sequence[Target]) -> None:
     if not len(copies):
         return
     sizes = np.asarray([s.size for s in copies.sources], np.int64)[copies.source]
-    reach = (copies.shape - 1) * copies.strides
-    start = copies.offset + reach.clip(max=0).sum(axis=1)
-    end = copies.offset + reach.clip(min=0).sum(axis=1) + copies.itemsize
+    start, end = copies.spans
     for i in np.flatnonzero((end > sizes) | (start < 0))[:1]:
         source, name = copies.sources[int(copies.source[i])], targets[int(copies.target[i])].name
         raise FormatError(f"{name}: bytes {int(start[i])} to {int(end[i])} are wanted of {source.name}, which has {source.size}")

@@ -7,15 +7,11 @@ a dim that counts blocks of the weight's dim, so that a layout cuts both alike, 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from .array import Array
-from .box import Shape
 from .errors import LayoutError
 from .expression import evaluate
 from .pattern import Line, Product, labelled, parse
@@ -163,46 +159,3 @@ def blocks_of(quantisation: Mapping[str, Any]) -> Sequence[int] | None:
     if not isinstance(blocks, (list, tuple)) or len(blocks) != 2 or not all(type(n) is int and 0 < n < 1 << 40 for n in blocks):
         raise LayoutError(f"quantization_config: weight_block_size is {blocks!r}, two sizes were expected")
     return blocks
-
-
-# --- dequantising -----------------------------------------------------------------------------------------------------
-
-SCALES = ("_scale_inv", "_scale")
-"""What is added to a weight's name for the factors that its values are to be multiplied with."""
-
-
-def scale_of(name: str, names: Container[str]) -> str | None:
-    """Return the name of a quantised weight's scales, None where there are none."""
-    return next((name + suffix for suffix in SCALES if name + suffix in names), None)
-
-
-def dequantised(
-    values: NDArray[Any],
-    scales: NDArray[Any],
-    blocks: Sequence[int] | None,
-    start: Shape,
-    scales_start: Shape,
-    dtype: np.dtype[Any],
-) -> NDArray[Any]:
-    """Return weights times their scales, computed in float32 and rounded once.
-
-    `start` is where the values begin in the whole weight, `scales_start` where the scales begin in theirs; both relative to
-    the same origin. With `blocks`, element `i` of a dim has scale `i // block`.
-    """
-    wide = values.astype(np.float32)
-    factors = scales.astype(np.float32)
-    if blocks is not None and factors.ndim == values.ndim:
-        for d, block in enumerate(blocks, values.ndim - len(blocks)):  # before them, experts may be stacked
-            rows = (np.arange(values.shape[d]) + start[d]) // block - scales_start[d]
-            if rows.size and not 0 <= rows[0] <= rows[-1] < factors.shape[d]:
-                raise LayoutError(
-                    f"dtype=: dim {d} takes scales {rows[0]} to {rows[-1]} in blocks of {block}, of {factors.shape[d]} there are"
-                )
-            factors = np.take(factors, rows, axis=d)
-    if factors.size != 1 and (
-        factors.ndim != wide.ndim or any(n not in (1, m) for n, m in zip(factors.shape, wide.shape, strict=True))
-    ):
-        raise LayoutError(
-            f"dtype=: which of the scales, of shape {factors.shape}, belongs to which element of {wide.shape} is not said"
-        )
-    return np.asarray((wide * factors).astype(dtype))

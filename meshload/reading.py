@@ -20,7 +20,7 @@ from .errors import CopiesDiffer, LimitError
 from .kernel import new_memory, touch, use_plain_pages
 from .planning import MAX_BYTES, Plan, Target, check_limit, plan_array
 from .scheduling import Batch, Chunk, Cut, Decoded, Schedule, Staged, boxes_of_cut
-from .source import Bytes, ByteSource, ChunkedSource, DecodingSource, LocalFile, RunSource, close_files, plain_runs
+from .source import Bytes, ByteSource, ChunkedSource, DecodingSource, LocalFile, RunSource, closing_files, plain_runs
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read."""
@@ -44,7 +44,7 @@ def read(plan: Plan, buffers: Mapping[int, Bytes], *, progress: Progress | None 
     done, total = 0, schedule.nbytes if progress else 0  # counting takes as long as naming all runs
     if progress:
         progress(0, total)
-    with ThreadPoolExecutor(max_workers=schedule.threads, thread_name_prefix="meshload") as pool:
+    with closing_files(), ThreadPoolExecutor(max_workers=schedule.threads, thread_name_prefix="meshload") as pool:
         waiting: set[Future[int]] = set()
         try:
             for batch in schedule.batches():
@@ -59,8 +59,6 @@ def read(plan: Plan, buffers: Mapping[int, Bytes], *, progress: Progress | None 
             for future in waiting:
                 future.cancel()
             raise
-        finally:
-            close_files()
 
 
 def _advance(finished: set[Future[int]], done: int, total: int, progress: Progress | None) -> int:
@@ -106,7 +104,7 @@ def _joined(first: NDArray[Any], others: Sequence[NDArray[Any]], target: Target)
                 far = np.nanmax(np.abs(first.astype(np.float64) - other.astype(np.float64)))
                 raise CopiesDiffer(
                     f"{target.name}: rank {target.rank} finds that stored copies 0 and {n} differ, by {far:g} at most; "
-                    f"copies='first' takes the first, copies='mean' their mean"
+                    f"check(copies=True) names their files; copies='first' takes the first, copies='mean' their mean"
                 )
         return first
     wide: np.dtype[Any] = np.dtype(np.float64 if first.dtype.itemsize == 8 else np.float32)
@@ -119,6 +117,16 @@ def read_array(array: Array, *, max_bytes: int = MAX_BYTES) -> NDArray[Any]:
     made = plan_array(array, max_bytes=max_bytes)
     buffers = buffers_for(made)
     read(made, buffers)
+    return values_of(buffers[0], made.targets[0], [buffers[n] for n in made.others.get(0, ())])
+
+
+def read_here(array: Array) -> NDArray[Any]:
+    """Read one array whole, in the thread that asks."""
+    made = plan_array(array)
+    buffers = buffers_for(made)
+    work = _Work(made, buffers)
+    for batch in made.schedule.batches():
+        work.do(batch)
     return values_of(buffers[0], made.targets[0], [buffers[n] for n in made.others.get(0, ())])
 
 
@@ -237,7 +245,7 @@ class _Work:
 
     def _cut(self, cut: Cut, memory: Bytes, start: int) -> None:
         copies = self.schedule.copies
-        word = _word(int(copies.itemsize[cut.copy]))
+        word = word_of(int(copies.itemsize[cut.copy]))
         target = self.buffers[int(copies.target[cut.copy])]
         for offset, to, shape, strides, target_strides in boxes_of_cut(copies, self.schedule.inner, cut):
             here = np.ndarray(shape, word, memory, offset - start, strides)
@@ -245,7 +253,8 @@ class _Work:
             there[...] = here
 
 
-def _word(itemsize: int) -> np.dtype[Any]:
+def word_of(itemsize: int) -> np.dtype[Any]:
+    """Return the dtype of elements of which only the size is known."""
     return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype((np.void, itemsize))
 
 

@@ -31,6 +31,7 @@ from .naming import (
     located,
     model_of,
     moment_step,
+    naming_names,
     naming_of,
     rename,
     take_apart,
@@ -171,14 +172,24 @@ class Collector:
         return [(a, n) for a, n in pairs if not any(one is other for one, other in zip(stored[a], stored[n], strict=True))]
 
     def check_globs(self) -> None:
-        """Raise where `include` leaves nothing of what there is; note patterns of a layout that match nothing."""
+        """Raise where `include` leaves nothing of what there is; note patterns that match nothing."""
         if self.include and not len(self.wanted.targets) and not self.wanted.missing and not self._elsewhere():
             raise LayoutError(f"include={self.include!r} matches no name; there are {listing(self.view.checkpoint, 5)}")
-        if isinstance(self.layout, Mapping):
-            names = {*self._names(), *self.view.checkpoint, *(self.wishes or {})}
-            idle = [repr(glob) for glob in self.layout if not any(fnmatch.fnmatchcase(name, glob) for name in names)]
+        given = {
+            "layout": self.layout if isinstance(self.layout, Mapping) else (),
+            "include": self.include,
+            "exclude": self.exclude,
+        }
+        patterns = {word: [globs] if isinstance(globs, str) else globs for word, globs in given.items() if globs}
+        if not patterns:
+            return
+        checkpoint = self.view.checkpoint
+        names = {*self._names(), *checkpoint, *checkpoint.aliases, *checkpoint.unavailable, *(self.wishes or {})}
+        names.update(target.name for target in self.wanted.targets)  # moments among them
+        for word, globs in patterns.items():
+            idle = [repr(glob) for glob in globs if not any(fnmatch.fnmatchcase(name, glob) for name in names)]
             if idle:
-                self.wanted.notes.append(f"layout=: {listing(idle, 3)} matches no name; there are {listing(sorted(names), 3)}")
+                self.wanted.notes.append(f"{word}=: {listing(idle, 3)} matches no name; there are {listing(sorted(names), 3)}")
 
     def check_shares(self) -> None:
         """Note what a rank holds nothing of, since the mesh has more ranks than an array has parts."""
@@ -198,13 +209,17 @@ class Collector:
         """Return the names of the whole model."""
         return [name for name, *_ in self.view.target.arrays()] if self.view.target else list(self.view.checkpoint)
 
-    def idle_axes(self) -> list[str]:
-        """Return the mesh axes, dp aside, that cut nothing under the default layout: a likely slip of the pen."""
+    def check_axes(self) -> None:
+        """Note the mesh axes, dp aside, that cut nothing under the default layout: a likely slip of the pen."""
         if self.layout is not None or self.wishes is not None or self.view.target is None:
-            return []
+            return
         layout = Layout.default()
-        used = {a for dim in layout.axes for a in layout.cutting(dim, self.mesh)}
-        return [a for a, n in zip(self.mesh.names, self.mesh.sizes, strict=True) if n > 1 and a != "dp" and a not in used]
+        used = {"dp", *(a for dim in layout.axes for a in layout.cutting(dim, self.mesh))}
+        for axis, n in zip(self.mesh.names, self.mesh.sizes, strict=True):
+            if n > 1 and axis not in used:
+                self.wanted.notes.append(
+                    f"mesh axis {axis!r} cuts nothing in the default layout: its {n} ranks hold the same; pass layout= to use it"
+                )
 
     def _keep(self, name: str) -> bool:
         if self.wishes is not None and name not in self.wishes:
@@ -367,9 +382,13 @@ class Collector:
                         f"{name}: `like` has shape {tuple(wish.shape)}, the checkpoint holds {held[name].whole}; make both equal"
                     )
             elif tuple(wish.shape) != held[name].shape:
+                whole = tuple(wish.shape) == held[name].whole
+                do = (
+                    "make `like` of local shapes, or pass layout='replicated'" if whole else "make `like` of the checkpoint's sizes"
+                )
                 raise LayoutError(
                     f"{name}: `like` has shape {tuple(wish.shape)}, the layout gives rank {self.ranks[0]} {held[name].shape} "
-                    f"of {held[name].whole}; make `like` of local shapes, or pass layout='replicated'"
+                    f"of {held[name].whole}; {do}"
                 )
 
 
@@ -406,7 +425,10 @@ def missing_text(view: View, missing: Mapping[str, int]) -> str:
             why += f"; the config says untied ({target.untied[name]} does not hold), so it is not taken from another array"
         by_reason.setdefault(f"{why} (wanted by rank {rank})", []).append(name)
     reasons = [f"{listing(names)}: {why}" for why, names in by_reason.items()]
-    return f"{listing(reasons)}; missing='ignore' leaves them out"
+    others = f"; it holds {listing(view.checkpoint, 3)}" if target is None else ""
+    if others and view.checkpoint.config is None:
+        others += ", which config= (the model's config.json) may show under other names"
+    return f"{listing(reasons)}{others}; missing='ignore' leaves them out"
 
 
 def _stored_name(view: View, name: str) -> str:
@@ -449,7 +471,9 @@ def no_names(checkpoint: Checkpoint, naming: str) -> str:
     example = next(iter(checkpoint), "model.norm.weight")
     model = model_in(checkpoint)
     damaged = next((p.text for p in checkpoint.problems if p.file == "config.json"), None)
-    if checkpoint.config is None and damaged:
+    if naming not in naming_names():
+        why = f"there is no naming {naming!r}; there are native, stored, {', '.join(naming_names())}"
+    elif checkpoint.config is None and damaged:
         why = damaged
     elif checkpoint.config is None:
         why = "there is no config.json beside the arrays, so the model family is not known; give it with config="

@@ -31,7 +31,7 @@ from .naming import CANONICAL, model_of
 from .pieces import piece, table
 from .ranks import resolved
 from .reading import Progress
-from .requesting import LayoutLike, axes_by_pattern
+from .requesting import LayoutLike, axes_by_pattern, model_in
 from .source import Bytes
 from .wanting import local_shape
 from .writing import MAX_BYTES, FileSink, Filling, Item, fill, scatter
@@ -64,7 +64,8 @@ def save(
         to: A format that can be written, or a format object with options.
         mesh, layout: As for `restore`. Not needed where no plain tensor is cut.
         config: The model's config, as for `open`; written beside the weights. With it, the model's own table says how the
-            default layout cuts; without it, plain tensors need a `layout` of name patterns.
+            default layout cuts; without it, plain tensors need a `layout` of name patterns. What it ties is stored once; other
+            tensors are stored under each of their names, also where these share memory.
         max_bytes, progress: As for `convert`.
 
     Raises `LayoutError`, `MissingPieces` or `Overlap` before anything is written, where the slices of all processes are not the
@@ -85,6 +86,9 @@ def save(
         view = _view(whole, parts, {(s.name, s.box): s for s in held}, group.rank, begun.config)
         writer = begun.writer
         named = view.with_names(writer.naming) if begun.config is not None and writer.naming != CANONICAL else view
+        model = model_in(view)
+        if named is view and model is not None and not model.lacking:
+            view.with_names(CANONICAL)  # raises where the config is of another model
         return Draft(writer, begun.target, named, parts if named is view else Parts()), named
 
     drafted = together(group, draft)
@@ -158,7 +162,8 @@ def _begun(
         raise LayoutError(
             f"tensors={_kind(tensors)}: a module, a dict of torch tensors or NumPy arrays, or a pytree of JAX's was expected"
         )
-    wishes = _untied(framework.wishes(tensors))
+    ties, wishes = _ties(known), framework.wishes(tensors)
+    wishes = {name: wish for name, wish in wishes.items() if ties.get(name) not in wish.same}  # stored under the other name
     plain = {name: wish for name, wish in wishes.items() if wish.slices is None}
     cut = {name: wish for name, wish in wishes.items() if wish.slices is not None}
     sized, place = Mesh((), ()), group.rank
@@ -177,19 +182,15 @@ def _kind(tensors: Any) -> str:
     return "{" + listing(f"{name!r}: {type(value).__name__}" for name, value in tensors.items()) + "}"
 
 
-def _untied(wishes: Mapping[str, Wish]) -> dict[str, Wish]:
-    """Leave out further names of the same tensor: tied weights are stored once, under the first."""
-    found: dict[str, Wish] = {}
-    for name, wish in wishes.items():
-        if not any(other in found for other in wish.same):
-            found[name] = wish
-    return found
+def _ties(config: Mapping[str, Any] | None) -> Mapping[str, str]:
+    """Return which names the config ties to which; what it does not tie is stored under every name, as nothing would tell."""
+    model = model_of(CANONICAL, config)
+    return {} if model is None else model.ties
 
 
 def _placed(begun: _Begun, layout: LayoutLike, shapes: Mapping[int, Mapping[str, Sequence[int]]]) -> list[_Slice]:
     """Return this process's slices, each once; what the config ties goes under one name."""
-    model = model_of(CANONICAL, begun.config)
-    stored_as = {} if model is None else model.ties
+    stored_as = _ties(begun.config)
     found: dict[tuple[str, Box], _Slice] = {}
     for name, wish in begun.cut.items():
         for (_, boxes), values in zip(wish.slices or (), begun.values[name], strict=True):

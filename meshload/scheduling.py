@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .box import boxes_of_run
-from .pieces import Ints
+from .pieces import Ints, renumbered, repeated
 from .source import Source
 
 REQUEST = 8 << 20
@@ -82,6 +82,12 @@ class Copies:
     def nbytes(self) -> int:
         return int((self.sizes * self.itemsize).sum())
 
+    @property
+    def spans(self) -> tuple[Ints, Ints]:
+        """`(n,)` each: the first byte of a copy in its source, and the one behind its last."""
+        reach = (self.shape - 1) * self.strides
+        return self.offset + reach.clip(max=0).sum(axis=1), self.offset + reach.clip(min=0).sum(axis=1) + self.itemsize
+
     def take(self, rows: Ints | NDArray[np.bool_] | slice) -> Copies:
         return Copies(
             self.sources,
@@ -101,23 +107,11 @@ class Copies:
         if not tables:
             none, wide = np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
             return Copies((), none, none, wide, none, none, wide, wide, none)
-        number: dict[int, int] = {}
-        sources: list[Source] = []
-        columns = []
-        maps: dict[int, Ints] = {}
-        for t in tables:
-            found = maps.get(id(t.sources))
-            if found is None:
-                for s in t.sources:
-                    if id(s) not in number:
-                        number[id(s)] = len(sources)
-                        sources.append(s)
-                found = maps[id(t.sources)] = np.asarray([number[id(s)] for s in t.sources], np.int64)
-            columns.append(found[t.source] if len(t) else t.source)
+        sources, source = renumbered(tables)
         ndim = max(t.shape.shape[1] for t in tables)
         return Copies(
-            tuple(sources),
-            np.concatenate(columns),
+            sources,
+            source,
             np.concatenate([t.offset for t in tables]),
             np.concatenate([_wide(t.strides, ndim, 0) for t in tables]),
             np.concatenate([t.target for t in tables]),
@@ -385,8 +379,8 @@ def _shortened(copies: Copies, which: NDArray[np.bool_], block: int) -> Copies:
         outer = _outer(copies, _source_runs(copies, block)[0])
         slabs = np.where(which, np.minimum(-(-outer.prod(axis=1, dtype=np.int64) // PART), outer[:, d]), 1)
         if (slabs > 1).any():
-            rows = np.repeat(np.arange(len(copies)), slabs)
-            k, n = np.arange(len(rows)) - np.repeat(np.cumsum(slabs) - slabs, slabs), slabs[rows]
+            rows, k = repeated(slabs)
+            n = slabs[rows]
             copies, which, extent = copies.take(rows), which[rows], copies.shape[rows, d]
             first, end = k * extent // n, (k + 1) * extent // n
             copies.shape[:, d] = end - first
@@ -397,8 +391,7 @@ def _shortened(copies: Copies, which: NDArray[np.bool_], block: int) -> Copies:
 
 def _groups(copies: Copies, rows: Ints, counts: Ints) -> list[Ints]:
     """Divide copies into groups of so many runs as a part has; those that share bytes of a source stay together."""
-    reach = (copies.shape - 1) * copies.strides
-    start, stop = copies.offset + reach.clip(max=0).sum(axis=1), copies.offset + reach.clip(min=0).sum(axis=1) + copies.itemsize
+    start, stop = copies.spans
     rows = rows[np.lexsort((start[rows], copies.source[rows]))]
     if counts[rows].sum() <= PART:
         return [rows]
@@ -487,8 +480,7 @@ def _ranges(copies: Copies, rows: Ints, inner: Ints, gaps: Ints, block: int) -> 
         fits = plain[alone[:, 0]] & (alone[:, 2] == 1)
         which = np.flatnonzero(single)[fits]
         more = _lines(copies, inner, alone[fits, 0], alone[fits, 1], staged[which, 1], staged[which, 2])
-        lines = np.concatenate([lines, more])
-        lines = lines[np.lexsort((lines[:, 1], lines[:, 0]))]
+        lines = _ascending(np.concatenate([lines, more]))
         staged = np.delete(staged, which, axis=0)
     cuts[:, 0] = rows[cuts[:, 0]]
     held = _holding(copies.sources)[lines[:, 0]]
@@ -498,22 +490,29 @@ def _ranges(copies: Copies, rows: Ints, inner: Ints, gaps: Ints, block: int) -> 
 
 def _lines(copies: Copies, inner: Ints, copy: Ints, index: Ints, start: Ints, length: Ints) -> Ints:
     """Return runs as rows of `Schedule.straight`."""
-    to = copies.target_offset[copy] + _target_skip(copies, copy, index, inner)
+    to = copies.target_offset[copy] + _skipped(_outer(copies, inner), copies.target_strides, copy, index)
     return np.stack([copies.source[copy], start, length, copies.target[copy], to], axis=1)
 
 
-def _requests(lines: Ints, most: Ints) -> Ints:
-    """Cut runs that are longer than a request."""
-    counts = -(-lines[:, 2] // most)
-    if (counts <= 1).all():
-        return lines
-    row = np.repeat(np.arange(len(lines)), counts)
-    skip = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * most[row]
-    found = lines[row]
-    found[:, 1] += skip
-    found[:, 4] += skip
-    found[:, 2] = np.minimum(found[:, 2] - skip, most[row])
+def _ascending(lines: Ints) -> Ints:
+    found: Ints = lines[np.lexsort((lines[:, 1], lines[:, 0]))]
     return found
+
+
+def _requests(lines: Ints, most: Ints) -> Ints:
+    """Cut runs that are longer than a request; others may begin within them."""
+    if (lines[:, 2] <= most).all():
+        return lines
+    row, skip, length = divided(lines[:, 2], most)
+    source, start, _, target, to = lines[row].T
+    return _ascending(np.stack([source, start + skip, length, target, to + skip], axis=1))
+
+
+def divided(length: Ints, most: Ints) -> tuple[Ints, Ints, Ints]:
+    """Cut ranges into parts of so many bytes at most: the range that each is of, where in it the part begins, and its length."""
+    row, at = repeated(-(-length // most))
+    skip = at * most[row]
+    return row, skip, np.minimum(most[row], length[row] - skip)
 
 
 def merged(lines: Ints, gap: Ints, block: int) -> Ints:
@@ -571,25 +570,17 @@ def _outer(copies: Copies, inner: Ints) -> Ints:
 def _expanded(copies: Copies, inner: Ints) -> tuple[Ints, Ints, Ints]:
     """Return one row per source run: its copy, its number in the copy, and its start."""
     outer = _outer(copies, inner)
-    counts = outer.prod(axis=1, dtype=np.int64)
-    copy = np.repeat(np.arange(len(copies)), counts)
-    index = np.arange(len(copy)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start, rest = copies.offset[copy], index
-    for d in range(copies.shape.shape[1] - 1, -1, -1):
-        if (outer[:, d] > 1).any():
-            rest, at = np.divmod(rest, outer[copy, d])
-            start += at * copies.strides[copy, d]
-    return copy, index, start
+    copy, index = repeated(outer.prod(axis=1, dtype=np.int64))
+    return copy, index, copies.offset[copy] + _skipped(outer, copies.strides, copy, index)
 
 
-def _target_skip(copies: Copies, copy: Ints, index: Ints, inner: Ints) -> Ints:
-    """Return the target bytes from a copy's start to its run `index`."""
-    outer = _outer(copies, inner)
+def _skipped(outer: Ints, strides: Ints, copy: Ints, index: Ints) -> Ints:
+    """Return the bytes from a copy's start to its run `index`; `outer` are the extents that count its runs."""
     skip, rest = np.zeros(len(copy), np.int64), index
-    for d in range(copies.shape.shape[1] - 1, -1, -1):
+    for d in range(outer.shape[1] - 1, -1, -1):
         if (outer[:, d] > 1).any():
             rest, at = np.divmod(rest, outer[copy, d])
-            skip += at * copies.target_strides[copy, d]
+            skip += at * strides[copy, d]
     return skip
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .pieces import Ints
-from .scheduling import Copies
+from .pieces import Ints, repeated
+from .scheduling import Copies, divided
 
 SLAB = 8 << 20
 """Bytes that are read at once."""
@@ -90,12 +90,12 @@ def _running(key: Ints, values: Ints) -> Ints:
 
 def share_out(copies: Copies, *, budget: int, slab: int = SLAB, shareable: Sequence[bool] | None = None) -> Shared:
     """Share out the copies of all ranks; `target` is the rank. They are compact, as `compacted` makes them."""
-    low, high = _spans(copies)
+    low, high = copies.spans
     units = np.asarray([s.unit for s in copies.sources], np.int64)[copies.source] if len(copies) else np.zeros(0, np.int64)
     is_plain = units == 1
     low = np.where(is_plain, low, low // np.maximum(units, 1) * units)
     high = np.where(is_plain, high, low + units)
-    may: NDArray[np.bool_] = np.all(copies.strides >= 0, axis=1)
+    may: NDArray[np.bool_] = np.all((copies.strides > 0) | (copies.shape == 1), axis=1)  # forward, each element once
     if shareable is not None and len(copies):
         may = may & np.asarray(shareable, bool)[copies.source]
     region = _regions(copies.source, low, high, may)
@@ -115,13 +115,6 @@ def _turns(edges: Ints, budget: int) -> Ints:
             held[reader] = length
         found.append(turn.get(reader, 0))
     return np.asarray(found, np.int64)
-
-
-def _spans(copies: Copies) -> tuple[Ints, Ints]:
-    reach = (copies.shape - 1) * copies.strides
-    low = copies.offset + reach.clip(max=0).sum(axis=1)
-    high = copies.offset + reach.clip(min=0).sum(axis=1) + copies.itemsize
-    return low, high
 
 
 def _regions(source: Ints, low: Ints, high: Ints, may: NDArray[np.bool_]) -> Ints:
@@ -160,21 +153,13 @@ def _slabs(copies: Copies, region: Ints, low: Ints, high: Ints, is_plain: NDArra
     n, count = (stop - start)[good], wanting[good]
     readers = np.where(plain[good], np.clip(n // np.maximum(SMALL, HANDED * count), 1, count), 1)
     share = np.where(readers > 1, -(-n // readers // 4096) * 4096, n)
-    region_of, begin, length = _runs(np.zeros_like(n), n, share)
+    region_of, begin, length = divided(n, share)
     place = np.arange(len(region_of)) - np.searchsorted(region_of, region_of, side="left")
     place = (place + (np.cumsum(readers) - readers)[region_of]) % count[region_of]
     reader = pairs[(np.cumsum(wanting) - wanting)[good][region_of] + place] % ranks
-    part, at, length = _runs(begin, length, np.where(plain[good][region_of], slab, length))
+    part, skip, length = divided(length, np.where(plain[good][region_of], slab, length))
     which = good[region_of[part]]
-    return np.stack([copies.source[rows[first[which]]], start[which] + at, length, reader[part], which], axis=1)
-
-
-def _runs(start: Ints, length: Ints, step: Ints) -> tuple[Ints, Ints, Ints]:
-    """Cut ranges into runs of at most `step`: the range that each is of, its start and its length."""
-    counts = -(-length // step)
-    of = np.repeat(np.arange(len(start)), counts)
-    skip = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * step[of]
-    return of, start[of] + skip, np.minimum(step[of], length[of] - skip)
+    return np.stack([copies.source[rows[first[which]]], start[which] + begin[part] + skip, length, reader[part], which], axis=1)
 
 
 def _cut(copies: Copies, region: Ints, low: Ints, high: Ints, edges: Ints, budget: int) -> Shared:
@@ -188,9 +173,8 @@ def _cut(copies: Copies, region: Ints, low: Ints, high: Ints, edges: Ints, budge
     rows = rows[by_region]
     begin = np.searchsorted(region[rows], edges[:, 4], side="left")
     end = np.searchsorted(region[rows], edges[:, 4], side="right")
-    counts = end - begin
-    slab = np.repeat(np.arange(len(edges)), counts)
-    row = rows[np.repeat(begin - (np.cumsum(counts) - counts), counts) + np.arange(len(slab))]
+    slab, at = repeated(end - begin)
+    row = rows[begin[slab] + at]
     meet = (low[row] < edges[slab, 1] + edges[slab, 2]) & (high[row] > edges[slab, 1])
     slab, row = slab[meet], row[meet]
     parts, which = clipped(copies.take(row), edges[slab, 1], edges[slab, 1] + edges[slab, 2])
@@ -206,7 +190,8 @@ def _cut(copies: Copies, region: Ints, low: Ints, high: Ints, edges: Ints, budge
 def clipped(copies: Copies, low: Ints, high: Ints) -> tuple[Copies, Ints]:
     """Return the parts of copies whose elements begin in `[low, high)` of their source, and the copy that each is a part of.
 
-    Dims stand by falling stride. Of each dim at most two indices straddle an edge; these go on to the next dim.
+    Dims stand by falling stride, above 0 where there are several indices. Of each dim at most two indices straddle an edge; these
+    go on to the next dim.
     """
     made: list[tuple[Copies, Ints]] = []
     which = np.arange(len(copies))
@@ -215,7 +200,7 @@ def clipped(copies: Copies, low: Ints, high: Ints) -> tuple[Copies, Ints]:
         if not len(rest):
             break
         extent = rest.shape[:, d]
-        step = np.where((extent == 1) | (rest.strides[:, d] == 0), 1 << 62, rest.strides[:, d])
+        step = np.where(extent == 1, 1 << 62, rest.strides[:, d])
         reach = rest.itemsize + ((rest.shape[:, d + 1 :] - 1) * rest.strides[:, d + 1 :]).sum(axis=1)
         from_low, to_high = low - rest.offset, high - rest.offset
         first = np.maximum(0, (from_low - reach) // step + 1)  # the first index that is not all before `low`
@@ -225,8 +210,7 @@ def clipped(copies: Copies, low: Ints, high: Ints) -> tuple[Copies, Ints]:
         body = full_first <= full_last
         made.append((_narrowed(rest, d, full_first, full_last - full_first + 1, body), which[body]))
         counts = np.where(last >= first, last - first + 1, 0) - np.where(body, full_last - full_first + 1, 0)
-        row = np.repeat(np.arange(len(rest)), counts)
-        at = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        row, at = repeated(counts)
         before = np.where(body, full_first - first, counts)[row]
         index = np.where(at < before, first[row] + at, full_last[row] + 1 + at - before)
         ones = np.ones(len(row), np.int64)

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -147,16 +148,10 @@ def read_bytes(source: ByteSource, start: int = 0, stop: int | None = None) -> b
 
 def open_folder(path: Any) -> Folder:
     """Return the folder that a path, a TensorStore key-value URL or an open KvStore means."""
-    if hasattr(path, "read") and hasattr(path, "spec"):
+    if _is_store(path):
         return KeyValueFolder(path, _url(path))
-    text = os.fspath(path)
-    if isinstance(text, bytes):
-        text = os.fsdecode(text)
-    if not text or "\0" in text:
-        raise FormatError(f"path {text!r} is empty, or holds a NUL")
-    if text.startswith("file://"):
-        text = unquote(text.removeprefix("file://"))  # a URL, as TensorStore and `KvStore.url` have it
-    elif re.match(r"[a-z][a-z0-9+.-]*:(//|[a-z])", text):
+    text = _text(path)
+    if URL.match(text):
         return _open_url(text)
     try:
         local = Path(text).expanduser()
@@ -166,7 +161,32 @@ def open_folder(path: Any) -> Folder:
             return LocalFolder(local.parent, local.name)
     except (OSError, RuntimeError) as error:  # a name too long; `~` of nobody
         raise SourceError(f"{text[:200]}: cannot be opened: {getattr(error, 'strerror', None) or error}") from error
-    raise FormatError(f"{text}: there is no such file or folder")
+    hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text)
+    more = "; an id of the Hugging Face Hub is fetched first: huggingface_hub.snapshot_download tells the folder" if hub else ""
+    raise FormatError(f"{text}: there is no such file or folder{more}")
+
+
+def is_remote(path: Any) -> bool:
+    """Say whether a path means an object store or a network file system. It is not opened: that might fail on some ranks alone."""
+    if _is_store(path):
+        return KeyValueFolder(path, _url(path)).is_remote
+    text = _text(path)
+    return KeyValueFolder(None, text).is_remote if URL.match(text) else LocalFolder(Path(os.path.expanduser(text))).is_remote
+
+
+URL = re.compile(r"[a-z][a-z0-9+.-]*:(//|[a-z])")
+
+
+def _is_store(path: Any) -> bool:
+    return hasattr(path, "read") and hasattr(path, "spec")
+
+
+def _text(path: Any) -> str:
+    """Return a path as text; of a local one that is given as a URL, as TensorStore and `KvStore.url` have it, the path."""
+    text = os.fsdecode(path)
+    if not text or "\0" in text:
+        raise FormatError(f"path {text!r} is empty, or holds a NUL")
+    return unquote(text.removeprefix("file://")) if text.startswith("file://") else text
 
 
 def around(folder: Folder) -> Folder:
@@ -182,9 +202,14 @@ def around(folder: Folder) -> Folder:
 def _url(store: Any) -> str:
     """Return what messages call an open store; not every store has a URL (S3 with an endpoint of its own has none)."""
     try:
-        return str(store.url)
+        url = str(store.url)
+        return f"{url}/" if store.path in ("", "/") and not url.endswith("/") else url
     except (AttributeError, NotImplementedError, ValueError):
         return str(store.path) or "key-value store"
+
+
+WRITING = ".meshload-writing"
+"""A file in the unfinished folder that says what is being written there."""
 
 
 # --- local disks ------------------------------------------------------------------------------------------------------
@@ -275,12 +300,12 @@ class LocalFile:
 
     def expect(self, start: int, length: int) -> None:
         """Have the disk read a range, where its end is not in memory: a read of the whole would ask for it bit by bit."""
-        if hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise"):
+        if hasattr(os, "RWF_NOWAIT"):
             descriptor = _descriptor(self)
             try:
                 os.preadv(descriptor.number, [bytearray(1)], start + length - 1, os.RWF_NOWAIT)
             except BlockingIOError:
-                os.posix_fadvise(descriptor.number, start, length, os.POSIX_FADV_WILLNEED)
+                _ask_disk(descriptor.number, start, length)
             except OSError:  # a file system that cannot tell; or an error, which reading meets again
                 pass
 
@@ -302,10 +327,10 @@ class LocalFile:
         file = descriptor.number  # as long as there is `descriptor`
         done = read_queued(file, runs[:, 1], runs[:, 2], addresses, cached=True)
         left = np.flatnonzero(~done)
-        if len(left) and hasattr(os, "posix_fadvise"):
+        if len(left):
             held = np.add.reduceat(done, ranges[:, 3] - ranges[0, 3], dtype=np.int64)
             for start, length in ranges[held < ranges[:, 4] - ranges[:, 3], 1:3].tolist():
-                os.posix_fadvise(file, start, length, os.POSIX_FADV_WILLNEED)
+                _ask_disk(file, start, length)
             done[left] = read_queued(file, runs[left, 1], runs[left, 2], addresses[left], cached=False)
         if not done.all():  # there is no queue; or an error, which is met again
             plain_runs(self, ranges, runs, buffers)
@@ -315,6 +340,13 @@ class LocalFile:
 
     def _ended(self, at: int, stop: int) -> SourceError:
         return SourceError(f"{self.name}: ends at byte {at}, expected {stop}; it was cut while being read")
+
+
+def _ask_disk(file: int, start: int, length: int) -> None:
+    """Have the disk read a range into memory, where the system can be asked for that."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(file, start, length, os.POSIX_FADV_WILLNEED)
 
 
 def _addresses(name: str, runs: Ints, buffers: Mapping[int, Bytes]) -> Ints:
@@ -343,9 +375,13 @@ def _descriptor(file: LocalFile) -> _Descriptor:
     return found
 
 
-def close_files() -> None:
-    """Let go of descriptors; those that others use stay open as long."""
-    _descriptor.cache_clear()
+@contextmanager
+def closing_files() -> Iterator[None]:
+    """Let go of open files in the end; those that others read stay open as long."""
+    try:
+        yield
+    finally:
+        _descriptor.cache_clear()
 
 
 class _Descriptor:
@@ -356,6 +392,12 @@ class _Descriptor:
 
     def __del__(self) -> None:
         os.close(self.number)
+
+
+def lies_in(folder: Path, file: str) -> bool:
+    """Say whether no folder on the way to a file is a link, so that the file lies where its name says."""
+    place = os.path.join(os.path.realpath(folder), os.path.dirname(file))
+    return os.path.realpath(place) == os.path.normpath(place)
 
 
 def blobs_of(folder: LocalFolder) -> Iterator[tuple[str, str, str]]:
@@ -583,24 +625,17 @@ class KeyValueFile:
 # --- chunked arrays ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class ChunkedArray:
-    """An open TensorStore array, seen as its decoded read chunks one after another."""
+class Chunks:
+    """An array as its decoded chunks one after another; who inherits has `shape`, `dtype`, and `chunk`, the shape of a chunk."""
 
-    store: Any
-    name: str
-    is_far: bool = False
-    """Whether reading goes over a network."""
-
-    @cached_property
-    def chunk(self) -> Shape:
-        """The shape of a chunk, in elements; never 0."""
-        grid = self.store.chunk_layout.read_chunk.shape or self.shape
-        return tuple(max(1, min(c or n, n)) for c, n in zip(grid, self.shape, strict=True))
+    shape: Any
+    dtype: Any
+    chunk: Any
 
     @property
-    def shape(self) -> Shape:
-        return tuple(self.store.shape)
+    def stored_chunk(self) -> Any:
+        """The shape of a chunk as it is stored, which may reach beyond the array."""
+        return self.chunk
 
     @property
     def grid(self) -> Shape:
@@ -610,7 +645,8 @@ class ChunkedArray:
     @cached_property
     def unit(self) -> int:
         """The size of a decoded chunk, and at least 2: a unit of 1 would say that bytes can be read (a chunk of one bool)."""
-        return max(2, math.prod(self.chunk) * int(self.store.dtype.numpy_dtype.itemsize))
+        found: int = max(2, math.prod(self.stored_chunk) * self.dtype.itemsize)
+        return found
 
     @property
     def size(self) -> int:
@@ -620,6 +656,43 @@ class ChunkedArray:
         """Return chunk `k`'s clipped box as an index."""
         at = np.unravel_index(k, self.grid) if self.grid else ()
         return tuple(slice(int(i) * c, min((int(i) + 1) * c, n)) for i, c, n in zip(at, self.chunk, self.shape, strict=True))
+
+    def pieces(self) -> Pieces:
+        """Return one row per chunk."""
+        ndim, count = len(self.shape), math.prod(self.grid)
+        chunk = np.asarray(self.chunk, np.int64).reshape(1, ndim)
+        at = np.stack(np.unravel_index(np.arange(count), self.grid), axis=1) if ndim else np.zeros((1, 0), np.int64)
+        start = at * chunk
+        shape = np.minimum(start + chunk, np.asarray(self.shape, np.int64)) - start
+        inner = np.ones_like(shape)
+        for d in range(ndim - 2, -1, -1):
+            inner[:, d] = inner[:, d + 1] * shape[:, d + 1]
+        return table((self,), np.zeros(count, np.int64), np.arange(count) * self.unit, start, shape, inner * self.dtype.itemsize)
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedArray(Chunks):
+    """An open TensorStore array, seen as its decoded read chunks."""
+
+    store: Any
+    name: str
+    is_far: bool = False
+    """Whether reading goes over a network."""
+
+    @cached_property
+    def stored_chunk(self) -> Shape:
+        """The shape of a chunk as it is stored, in elements; it may reach beyond the array, and is never 0."""
+        grid = self.store.chunk_layout.read_chunk.shape or self.shape
+        return tuple(max(1, c or n) for c, n in zip(grid, self.shape, strict=True))
+
+    @cached_property
+    def chunk(self) -> Shape:
+        """The shape of a chunk, in elements, without what lies beyond the array; never 0."""
+        return tuple(max(1, min(c, n)) for c, n in zip(self.stored_chunk, self.shape, strict=True))
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.store.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -645,16 +718,3 @@ class ChunkedArray:
             at = np.unravel_index(k, self.grid) if self.grid else ()
             name = ".".join(str(int(i)) for i in at) or "0"
             raise SourceError(f"{self.name}: chunk {name} cannot be read: {error}") from error
-
-    def pieces(self) -> Pieces:
-        """Return one row per chunk."""
-        ndim, itemsize = len(self.shape), int(self.store.dtype.numpy_dtype.itemsize)
-        count = math.prod(self.grid)
-        chunk = np.asarray(self.chunk, np.int64).reshape(1, ndim)
-        at = np.stack(np.unravel_index(np.arange(count), self.grid), axis=1) if ndim else np.zeros((1, 0), np.int64)
-        start = at * chunk
-        shape = np.minimum(start + chunk, np.asarray(self.shape, np.int64)) - start
-        inner = np.ones_like(shape)
-        for d in range(ndim - 2, -1, -1):
-            inner[:, d] = inner[:, d + 1] * shape[:, d + 1]
-        return table((self,), np.zeros(count, np.int64), np.arange(count) * self.unit, start, shape, inner * itemsize)

@@ -14,7 +14,7 @@ import numpy as np
 
 from .box import Box
 from .frameworks import Landing, Staging
-from .pieces import Ints
+from .pieces import Ints, repeated
 from .planning import Joined, Plan, Target, Targets
 from .reading import Progress, read
 from .scheduling import Copies, compacted
@@ -104,8 +104,8 @@ def _cut(copies: Copies, steps: Ints, firsts: Ints) -> Copies:
     step = steps[copies.target]
     stop = copies.target_offset + ((shape - 1) * there).sum(axis=1) + copies.itemsize
     begin, end = copies.target_offset // step, -(-stop // step)
-    row = np.repeat(np.arange(len(copies)), end - begin)
-    part = begin[row] + np.arange(len(row)) - np.repeat(np.cumsum(end - begin) - (end - begin), end - begin)
+    row, part = repeated(end - begin)
+    part = part + begin[row]
     low = part * step[row]
     found, which = clipped(turned.take(row), low, low + step[row])
     return replace(

@@ -217,6 +217,23 @@ def ramp(name: str, shape: Shape, dtype: Any = np.float32) -> NDArray[Any]:
     return np.asarray((first + np.arange(count)).astype(bits).view(kind)).reshape(shape)
 
 
+def llama_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Return the shapes of the arrays of a Llama, or of a Qwen3, by a Hugging Face config."""
+    e, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    d = config.get("head_dim") or e // config["num_attention_heads"]
+    q, kv = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (v, e), "model.norm.weight": (e,), "lm_head.weight": (v, e)}
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        shapes |= {at + "input_layernorm.weight": (e,), at + "post_attention_layernorm.weight": (e,)}
+        shapes |= {at + f"self_attn.{p}_proj.weight": (n, e) for p, n in (("q", q), ("k", kv), ("v", kv))}
+        shapes |= {at + "self_attn.o_proj.weight": (e, q)}
+        shapes |= {at + f"mlp.{p}_proj.weight": (f, e) for p in ("gate", "up")} | {at + "mlp.down_proj.weight": (e, f)}
+        if config["model_type"] == "qwen3":
+            shapes |= {at + f"self_attn.{p}_norm.weight": (d,) for p in "qk"}
+    return shapes
+
+
 def same_bits(found: Any, expected: Any) -> bool:
     """Say whether two arrays have the same dtype, shape and bits, in order."""
     one, other = np.asarray(found), np.asarray(expected)

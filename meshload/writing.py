@@ -28,16 +28,18 @@ from numpy.typing import NDArray
 from .array import Array
 from .box import Box
 from .errors import FormatError, LayoutError, LimitError, SourceError, listing
-from .pieces import Ints, Pieces
+from .pieces import Ints, Pieces, repeated
 from .planning import Job, Joined, Plan, Target, Targets
 from .planning import plan as join
 from .reading import ALIGNMENT, Progress, read, values_of
 from .scheduling import UNIT_COST, Copies
-from .source import Bytes, ChunkedArray, LocalFile, LocalFolder
+from .source import WRITING, Bytes, ChunkedArray, LocalFile, LocalFolder, lies_in
 
 MAX_BYTES = 512 << 20
 ITEM = 8 << 20
 """Bytes of a file that are moved as one; as large as a good read."""
+WRITE = 512 << 10
+"""Bytes that the system is asked to write at once: here 8 MiB took twice as long, in system calls."""
 MOVERS = 2
 """Groups of items in flight: one is written while another is read."""
 
@@ -76,7 +78,7 @@ class FileSink:
             for start, view in runs:
                 while len(view):
                     try:
-                        n = os.pwrite(descriptor, view, start)
+                        n = os.pwrite(descriptor, view[:WRITE], start)
                     except OSError as error:
                         raise _said(error, self.name, f"writing {len(view)} bytes at {start}") from error
                     view, start = view[n:], start + n
@@ -117,13 +119,42 @@ class FileSink:
             os.close(descriptor)
 
 
+class Commit(threading.local):
+    """The transaction of each thread, in which its writes to a database wait, to share a commit.
+
+    A commit writes each leaf anew that it changes, and there may be thousands of chunks in a leaf.
+    """
+
+    pending: Any = None
+
+    def transaction(self) -> Any:
+        """Return the one that is open; one is begun where there is none."""
+        import tensorstore
+
+        if self.pending is None:
+            self.pending = tensorstore.Transaction()
+        return self.pending
+
+    def end(self, name: str) -> None:
+        """Commit what is open; errors call it `name`."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        try:
+            pending.commit_async().result()
+        except (ValueError, OSError) as error:
+            raise SourceError(f"{name}: writing it, or chunks beside it, failed: {error}") from error
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkSink:
     """A TensorStore array, written by whole chunks."""
 
     source: ChunkedArray
     context: Any
-    """TensorStore's, shared by the sinks of one writing, so that their writes share commits."""
+    """TensorStore's, shared by the sinks of one writing."""
+    commit: Commit
+    """Shared, too."""
 
     @property
     def name(self) -> str:
@@ -133,7 +164,8 @@ class ChunkSink:
     def store(self) -> Any:
         import tensorstore
 
-        spec = self.source.store.spec(unbind_context=True)
+        spec = self.source.store.spec(retain_context=False).to_json()  # else each array has a context, and a database, of its own
+        spec["kvstore"]["cache_pool"] = "cache_pool#ocdbt"
         try:
             return tensorstore.open(spec, context=self.context, read=True, write=True, open=True).result()
         except (ValueError, OSError) as error:
@@ -142,7 +174,8 @@ class ChunkSink:
     def write(self, start: int, values: NDArray[Any]) -> Callable[[], None]:
         if values.dtype == np.bool_ and (values.view(np.uint8) > 1).any():
             raise FormatError(f"{self.name}: chunk {start // self.source.unit} holds bytes that are neither false (0) nor true (1)")
-        writing = self.store[self._box(start)].write(values, can_reference_source_data_indefinitely=True)
+        store = self.store.with_transaction(self.commit.transaction())
+        writing = store[self._box(start)].write(values, can_reference_source_data_indefinitely=True)
 
         def end() -> None:
             try:
@@ -160,7 +193,8 @@ class ChunkSink:
         return bool(_bytes(np.asarray(found, order="C")) == _bytes(values))
 
     def flush(self) -> None:
-        """Do nothing: a database is synced whole, in the end."""
+        """Commit what this thread wrote; a database is synced whole, in the end."""
+        self.commit.end(self.name)
 
     def _box(self, start: int) -> tuple[slice, ...]:
         return self.source.slices(start // self.source.unit)
@@ -186,14 +220,14 @@ def _located(source: Any, start: int, nbytes: int) -> tuple[Any, int]:
     return source.located(start, nbytes) if isinstance(source, Located) else (source, start)
 
 
-def sink_of(source: Any, context: Any) -> Sink:
+def sink_of(source: Any, context: Any, commit: Commit) -> Sink:
     """Return the sink at the place of a source; what is both is its own."""
     if hasattr(source, "write"):
         return cast(Sink, source)
     if isinstance(source, LocalFile):
         return FileSink(source.path, source.name)
     if isinstance(source, ChunkedArray):
-        return ChunkSink(source, context)
+        return ChunkSink(source, context, commit)
     raise LayoutError(f"{getattr(source, 'name', source)}: only local files and TensorStore arrays can be written")
 
 
@@ -301,7 +335,7 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
     jobs: list[Job] = []
     targets = Targets()
     sinks: dict[int, Sink] = {}
-    context = _context()
+    context, commit = _context(), Commit()
     room = max(1, max_bytes // (4 * MOVERS))
     movers, reading = _movers(pairs, max_bytes, room)
     for made, stored in pairs:
@@ -313,7 +347,7 @@ def filling(pairs: Sequence[tuple[Array, Array]], *, max_bytes: int = MAX_BYTES)
             boxes.source.tolist(), boxes.offset.tolist(), boxes.start.tolist(), boxes.shape.tolist(), strict=True
         ):
             source, start = _located(boxes.sources[number], start, math.prod(shape) * made.dtype.itemsize)
-            sink = sinks.get(id(source)) or sinks.setdefault(id(source), sink_of(source, context))
+            sink = sinks.get(id(source)) or sinks.setdefault(id(source), sink_of(source, context, commit))
             box = Box(tuple(first), tuple(shape))
             items.append(Item(made.name, sink, start, box, made.dtype))
             block.append(
@@ -403,8 +437,8 @@ def _cut(pieces: Pieces, itemsize: int, limit: int, name: str) -> Pieces:
         parts = -(-pieces.shape[:, d] // extent)
         if (parts == 1).all():
             continue
-        rows = np.repeat(np.arange(len(pieces)), parts)
-        at = (np.arange(len(rows)) - np.repeat(np.cumsum(parts) - parts, parts)) * extent[rows]
+        rows, at = repeated(parts)
+        at = at * extent[rows]
         part = pieces.take(rows)
         start, shape = part.start.copy(), part.shape.copy()
         start[:, d] += at
@@ -605,9 +639,6 @@ def _written(item: Item, plan: Plan, place: int, buffers: dict[int, Bytes], resu
 
 # --- in a folder beside the target, until all is there ----------------------------------------------------------------
 
-NOTE = ".meshload-writing"
-"""A file in the unfinished folder that says what is being written there."""
-
 
 FAILED = ".meshload-failed"
 """A file in the unfinished folder by which a process tells the others that it failed."""
@@ -616,7 +647,7 @@ FAILED = ".meshload-failed"
 def remember(staging: LocalFolder, what: Mapping[str, Any]) -> None:
     """Note what is being written; an unfinished folder of something else raises."""
     text = json.dumps(what, sort_keys=True)
-    path = staging.path / NOTE
+    path = staging.path / WRITING
     try:
         if path.exists() and path.read_text(errors="replace") not in ("", text):  # empty: killed before it was written
             raise LayoutError(
@@ -656,7 +687,10 @@ def prepare(target: Path, *, resume: bool) -> LocalFolder:
 @contextmanager
 def locked(staging: Path) -> Iterator[None]:
     """Keep other processes from writing into an unfinished folder; raise where one does."""
-    descriptor = os.open(staging, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(staging, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _said(error, str(staging), "keeping others from it") from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -672,7 +706,7 @@ def locked(staging: Path) -> Iterator[None]:
 def publish(staging: LocalFolder, target: Path) -> None:
     """Give a finished folder its name, once all of it is on the disk."""
     try:
-        (staging.path / NOTE).unlink(missing_ok=True)
+        (staging.path / WRITING).unlink(missing_ok=True)
         for path, folders, files in os.walk(staging.path, topdown=False):
             for name in files:
                 if not os.path.islink(os.path.join(path, name)):
@@ -690,8 +724,9 @@ def prepare_within(folder: Path) -> LocalFolder:
     """Return a new folder to write into, inside one that holds other files, which are left alone."""
     staging = staging_of(folder / "index")
     try:
-        if staging.exists():
-            shutil.rmtree(staging)
+        if staging.is_dir() and not staging.is_symlink():
+            with locked(staging):
+                shutil.rmtree(staging)
         staging.mkdir()
     except OSError as error:
         raise _said(error, str(folder), "making a folder in it") from error
@@ -726,6 +761,9 @@ def move_in(staging: LocalFolder, folder: Path, files: Sequence[str], replaced: 
     taken = [file for file in files if os.path.lexists(folder / file) and file not in replaced]
     if taken:
         raise LayoutError(f"{folder}: {listing(taken)} exist already, and are of somebody else; name another folder")
+    leading = [file for file in (*files, *replaced) if not lies_in(folder, file)]
+    if leading:
+        raise LayoutError(f"{folder}: {listing(leading)} would come to lie elsewhere, as a folder on the way is a link; remove it")
     try:
         for file in files:
             if not os.path.islink(staging.path / file):

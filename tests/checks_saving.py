@@ -237,7 +237,7 @@ def check_b84_plans_are_told_in_main_memory_where_tensors_go_by_nccl(world: Worl
     told, config, everyone = [], distributed.get_backend_config, distributed.all_gather
 
     def noted(found: Any, mine: Any, group: Any = None) -> Any:
-        told.append((distributed.get_backend(group), mine.device.type))
+        told.append((distributed.get_backend(group), mine.device.type, group in (None, distributed.group.WORLD)))
         return everyone(found, mine, group=group)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -246,7 +246,7 @@ def check_b84_plans_are_told_in_main_memory_where_tensors_go_by_nccl(world: Worl
         assert exchange.shared(exchange.running(), world.rank) == [0, 1, 2, 3]
         assert exchange.shared(exchange.running(), None) == [None] * 4
         assert distributed.get_backend_config is not config
-    assert set(told) == {("gloo", "cpu")}
+    assert set(told) == {("gloo", "cpu", False)}  # not by the default group, which would be NCCL's
     assert not torch.cuda.is_initialized()
 
 
@@ -298,6 +298,14 @@ def check_b80_all_raise_where_one_fails_and_nothing_is_published(world: World) -
             meshload.save(world.out / "b80", tensors, mesh="tp=4", to="orbax", config=world.config)
     assert time.monotonic() - begin < 30
     assert not (world.out / "b80").exists()
+
+
+def check_the_default_device_of_tensors_is_not_used(world: World) -> None:
+    """Callers who make modules on a device restore there, too."""
+    with torch.device("meta"):
+        found = meshload.restore(world.path, mesh="tp=4", exchange=True)
+    alone = meshload.restore(world.path, mesh="tp=4", exchange=False)
+    assert all(torch.equal(alone[name].view(torch.int16), found[name].view(torch.int16)) for name in alone)
 
 
 def check_a_small_ceiling_takes_more_rounds(world: World) -> None:
@@ -576,7 +584,7 @@ def main(path: str, out: str) -> None:
         try:
             check(world)
             wrong[name] = ""
-        except Exception:
+        except (Exception, pytest.fail.Exception):  # what `pytest.raises` says is no Exception
             wrong[name] = traceback.format_exc()[-3000:]
     (Path(out) / f"rank{world.rank}.json").write_text(json.dumps(wrong))
     distributed.destroy_process_group()

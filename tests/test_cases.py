@@ -13,7 +13,7 @@ import pytest
 import meshload
 from meshload import Array, Checkpoint, Layout
 from meshload.pieces import piece, union
-from meshload.testing import InMemory, counted, ramp, read_safetensors, same_bits, write_checkpoint
+from meshload.testing import InMemory, counted, llama_shapes, ramp, read_safetensors, same_bits, write_checkpoint
 
 Values = Any
 F8 = ml_dtypes.float8_e4m3fn
@@ -30,25 +30,8 @@ LLAMA = {
 }
 
 
-def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a Llama's arrays, the names of its linear weights in the order q k v o gate up down."""
-    e, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    d = config.get("head_dim") or e // config["num_attention_heads"]
-    q, kv = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, e), "model.norm.weight": (e,), "lm_head.weight": (v, e)}
-    for i in range(config["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        shapes |= {at + "input_layernorm.weight": (e,), at + "post_attention_layernorm.weight": (e,)}
-        shapes |= {at + f"self_attn.{p}_proj.weight": (n, e) for p, n in (("q", q), ("k", kv), ("v", kv))}
-        shapes |= {at + "self_attn.o_proj.weight": (e, q)}
-        shapes |= {at + f"mlp.{p}_proj.weight": (f, e) for p in ("gate", "up")} | {at + "mlp.down_proj.weight": (e, f)}
-        if config["model_type"] == "qwen3":
-            shapes |= {at + f"self_attn.{p}_norm.weight": (d,) for p in "qk"}
-    return shapes
-
-
 def llama(config: Mapping[str, Any] = LLAMA, dtype: Any = np.float32) -> dict[str, Values]:
-    return {name: ramp(name, shape, dtype) for name, shape in shapes_of(config).items()}
+    return {name: ramp(name, shape, dtype) for name, shape in llama_shapes(config).items()}
 
 
 def restored(path: Any, **options: Any) -> dict[str, Values]:
@@ -295,6 +278,21 @@ def test_b62_a_missing_expert_is_named_and_nothing_is_left_unfilled(tmp_path: Pa
     assert first["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 16, 16)
 
 
+@pytest.mark.parametrize("to", ["hf", "megatron", "megatron_core", "orbax"])
+@pytest.mark.parametrize("mesh", [None, "ep=2"])
+def test_b62_what_is_fused_with_a_missing_expert_is_never_lost_on_the_way(to: str, mesh: str | None, tmp_path: Path) -> None:
+    arrays = mixtral()
+    del arrays["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    lacking = write_checkpoint(tmp_path / "lacking", arrays, MIXTRAL)
+    lost = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
+    with pytest.raises(meshload.LayoutError, match=rf"{lost}: .* lacks expert_up .*experts\.2\.w3\.weight, which"):
+        meshload.convert(lacking, tmp_path / "out", to=to, mesh=mesh, names="megatron")
+    assert not (tmp_path / "out").exists()
+    names = meshload.open(lacking).with_names("megatron")
+    assert lost not in names
+    assert "lacks expert_up" in names.why_missing(lost)
+
+
 def test_b63_experts_grouped_in_some_layers_and_single_in_others_are_the_same(tmp_path: Path) -> None:
     arrays = mixtral()
     plain = write_checkpoint(tmp_path / "plain", arrays, MIXTRAL)
@@ -402,7 +400,7 @@ def fp8(config: Mapping[str, Any]) -> dict[str, Values]:
     """Return a model whose linear weights are float8, with one scale per block."""
     high, wide = config["quantization_config"]["weight_block_size"]
     arrays = {}
-    for name, shape in shapes_of(config).items():
+    for name, shape in llama_shapes(config).items():
         if is_linear(name):
             arrays[name] = ramp(name, shape, F8)
             scale = (blocks(shape[0], high), blocks(shape[1], wide))
@@ -679,6 +677,44 @@ def test_mxfp4_of_gpt_oss_is_cut_with_gate_and_up_in_turns(tmp_path: Path) -> No
         assert same_bits(found[f"{at}down_proj_bias"], arrays[f"{at}down_proj_bias"][mine])
         assert same_bits(found["model.layers.0.self_attn.sinks"], arrays["model.layers.0.self_attn.sinks"][2 * tp : 2 * tp + 2])
         assert same_bits(found["model.layers.0.mlp.router.weight"], arrays["model.layers.0.mlp.router.weight"])
+
+
+def mxfp4(arrays: Mapping[str, Values], name: str) -> Values:
+    """Return what blocks and scales mean, said plainly: 4-bit floats, the lower half of each byte first, times powers of two."""
+    blocks, scales = arrays[f"{name}_blocks"], arrays[f"{name}_scales"]
+    halves = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    values = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])[halves]
+    wide = values * 2.0 ** (scales.astype(np.float64)[..., None] - 127)
+    return np.ascontiguousarray(wide.reshape(*scales.shape[:-1], -1).swapaxes(1, 2).astype(np.float32).astype(ml_dtypes.bfloat16))
+
+
+def test_mxfp4_is_dequantised_as_transformers_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    monkeypatch.setattr(meshload.dequantising, "CHUNK", 5 << 10)  # some rows of one expert
+    monkeypatch.setattr(meshload.dequantising, "NARROW", 32)
+    arrays = gpt_oss()
+    for name in [n for n in arrays if n.endswith("_scales")]:  # as of weights; all 256 powers hold infinity and what is no number
+        arrays[name] = (110 + arrays[name] % 20).astype(np.uint8)
+    path = write_checkpoint(tmp_path / "src", arrays, GPT_OSS)
+    whole = restored(path, dtype="bfloat16")
+    at = "model.layers.0.mlp.experts."
+    for name in (f"{at}gate_up_proj", f"{at}down_proj"):
+        theirs = convert(*(torch.from_numpy(arrays[f"{name}_{part}"]) for part in ("blocks", "scales")))
+        assert same_bits(whole[name], np.ascontiguousarray(theirs.contiguous().view(torch.uint16).numpy()).view(ml_dtypes.bfloat16))
+        assert same_bits(whole[name], mxfp4(arrays, name))
+    assert not [n for n in whole if n.endswith(("_blocks", "_scales"))]
+    for rank, found in enumerate(ranks(path, "ep=2,tp=2", 4, dtype="bfloat16")):
+        ep, tp = divmod(rank, 2)
+        mine = slice(2 * ep, 2 * ep + 2)
+        assert same_bits(
+            found[f"{at}gate_up_proj"], np.ascontiguousarray(whole[f"{at}gate_up_proj"][mine, :, 128 * tp : 128 * tp + 128])
+        )
+        assert same_bits(found[f"{at}down_proj"], np.ascontiguousarray(whole[f"{at}down_proj"][mine, 64 * tp : 64 * tp + 64]))
+    meshload.convert(path, tmp_path / "out", to="hf", dtype="bfloat16")
+    found = read_safetensors(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == whole.keys()
+    assert all(same_bits(found[n], w) for n, w in whole.items())
 
 
 def test_mxfp4_is_not_cut_inside_its_32_values(tmp_path: Path) -> None:

@@ -241,6 +241,22 @@ def test_a_tied_head_is_compared_with_one_that_is_stored(tmp_path: pathlib.Path)
         assert [p.array for p in meshload.verify(*pair).problems] == ["lm_head.weight"]
 
 
+@pytest.mark.parametrize("case", ["torch/qwen2_tied_bin/checkpoint", "fast_llm/qwen2_tied_pp2_dp2/distributed", "peft/llama"])
+def test_a_checkpoint_that_is_shown_as_stored_is_compared(case: str) -> None:
+    found = meshload.open(GOLDEN / case)
+    stored = found.with_names("stored")
+    assert (stored.config, stored.with_names("native").names) == (found.config, "native")
+    assert meshload.verify(stored, GOLDEN / case).ok
+    assert meshload.verify(GOLDEN / case, stored).ok
+
+
+def test_what_is_stored_of_two_is_compared_moments_too(tmp_path: pathlib.Path) -> None:
+    meshload.convert(trained(tmp_path), tmp_path / "out", to="orbax", optimizer=True)
+    found = meshload.open(tmp_path / "out")
+    stored = found.with_names("stored")
+    assert meshload.verify(stored, stored).arrays == len(stored) == 3 * len(found)
+
+
 def test_shapes_that_differ_are_told_with_both(tmp_path: pathlib.Path) -> None:
     report = of_one("w", ramp("w", (2, 3)), ramp("w", (3, 2)), tmp_path)
     assert [p.text for p in report.problems] == ["its shapes are (2, 3) and (3, 2)"]
@@ -297,14 +313,35 @@ def test_integers_beyond_what_floats_hold_are_compared_by_bits(tmp_path: pathlib
     assert not of_one("w", np.asarray([2**53]), np.asarray([2**53 + 1]), tmp_path).ok
 
 
-def test_types_below_a_byte_do_not_pass_as_bytes(tmp_path: pathlib.Path) -> None:
-    entries = {"w": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}
-    head = json.dumps(entries).encode()
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_a_tolerance_tells_integers_apart_that_floats_do_not(dtype: Any, tmp_path: pathlib.Path) -> None:
+    if np.finfo(np.longdouble).nmant < 63:
+        pytest.skip("this machine has no long double")
+    a, b = np.asarray([2**62 + 1], dtype), np.asarray([2**62 + 3], dtype)
+    assert of_one("w", a, b, tmp_path, atol=1.5).apart == {"w": 2}
+    assert not meshload.verify(tmp_path / "a", tmp_path / "b", atol=1.5).ok
+    assert meshload.verify(tmp_path / "a", tmp_path / "b", atol=2).ok
+
+
+def fours(folder: pathlib.Path, data: bytes) -> pathlib.Path:
+    """Write an array of F4, two elements a byte."""
+    head = json.dumps({"w": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]}}).encode()
     head += b" " * (-len(head) % 8)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + bytes(range(4)))
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data)
+    return folder
+
+
+def test_types_below_a_byte_do_not_pass_as_bytes(tmp_path: pathlib.Path) -> None:
+    one = fours(tmp_path / "a", bytes(range(4)))
     other = hf(tmp_path / "b", {"w": np.arange(4, dtype=np.uint8).reshape(2, 2)})
-    assert [p.text for p in meshload.verify(tmp_path / "a", other).problems] == ["its dtypes are F4 and uint8"]
+    for atol in (0, 100):
+        assert [p.text for p in meshload.verify(one, other, atol=atol).problems] == ["its dtypes are F4 and uint8"]
+
+
+def test_no_tolerance_makes_numbers_of_bytes_that_have_no_dtype(tmp_path: pathlib.Path) -> None:
+    one, other = fours(tmp_path / "a", bytes(range(4))), fours(tmp_path / "b", bytes(range(1, 5)))
+    assert "4 of its 4 elements differ" in meshload.verify(one, other, atol=100).problems[0].text
 
 
 def test_b67_verify_tells_that_a_step_was_lossy(tmp_path: pathlib.Path) -> None:
@@ -316,8 +353,8 @@ def test_b67_verify_tells_that_a_step_was_lossy(tmp_path: pathlib.Path) -> None:
     assert "by 0.000976562 at most" in problem.text
 
 
-@pytest.mark.parametrize("tolerance", [{"rtol": -1.0}, {"atol": float("nan")}])
-def test_a_tolerance_that_is_none_is_refused(tolerance: dict[str, float], tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("tolerance", [{"rtol": -1.0}, {"atol": float("nan")}, {"atol": "1"}, {"rtol": None}, {"rtol": 10**400}])
+def test_a_tolerance_that_is_none_is_refused(tolerance: dict[str, Any], tmp_path: pathlib.Path) -> None:
     one = hf(tmp_path / "a", {"w": ramp("w", (2,))})
     with pytest.raises(meshload.LayoutError, match="rtol="):
         meshload.verify(one, one, **tolerance)
@@ -393,14 +430,30 @@ def test_moments_and_masters_are_the_same_on_another_topology_and_under_other_na
 
 
 def test_kinds_that_one_side_lacks_are_told_once_each(tmp_path: pathlib.Path) -> None:
-    source = meshload.open(DEEPSPEED)
+    opened = meshload.open(DEEPSPEED)
+    source = replace(opened, optimizer={**opened.optimizer, "sum": opened.optimizer["master"]})
     meshload.convert(source, tmp_path / "orbax", to="orbax", optimizer=["exp_avg"])
     count = len(source.optimizer["exp_avg"])
     for pair, held in (((source, tmp_path / "orbax"), "exp_avg"), ((tmp_path / "orbax", source), None)):
         problems = meshload.verify(*pair, optimizer=True).problems
-        assert {p.array for p in problems} == {"optimizer.master", "optimizer.exp_avg_sq"}
-        assert held is None or all(p.text == f"{tmp_path / 'orbax'} has none of its {count} arrays, but exp_avg" for p in problems)
+        assert {p.array for p in problems} == {"optimizer.sum", "optimizer.exp_avg_sq"}
+        assert held is None or all(
+            p.text == f"{tmp_path / 'orbax'} has none of its {count} arrays, but exp_avg, master" for p in problems
+        )
     assert meshload.verify(source, tmp_path / "orbax", optimizer=["exp_avg"]).ok
+
+
+def test_float32_weights_are_their_own_masters(tmp_path: pathlib.Path) -> None:
+    source = meshload.open(DEEPSPEED)
+    meshload.convert(source, tmp_path / "orbax", to="orbax", optimizer=["exp_avg", "exp_avg_sq"])
+    for pair in ((source, tmp_path / "orbax"), (tmp_path / "orbax", source)):
+        assert meshload.verify(*pair, optimizer=True).problems == ()
+    name = next(iter(source.optimizer["master"]))
+    wrong = altered(source, "master", name, 0, tmp_path / "wrong")
+    (problem,) = meshload.verify(wrong, tmp_path / "orbax", optimizer=True).problems
+    assert problem.array == f"optimizer.master.{name}"
+    meshload.convert(source, tmp_path / "half", to="orbax", dtype="bf16", optimizer=["exp_avg", "exp_avg_sq"])
+    assert "optimizer.master" in {p.array for p in meshload.verify(source, tmp_path / "half", optimizer=True).problems}
 
 
 def test_an_optimizer_that_is_not_there_is_no_agreement(tmp_path: pathlib.Path) -> None:

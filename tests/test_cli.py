@@ -256,6 +256,18 @@ def test_a_digest_is_printed_stored_and_compared(capsys: pytest.CaptureFixture[s
     assert f"w: has the CRC-32 {zlib.crc32(values[::-1].tobytes()):08x}, the digest says {crc}" in out
 
 
+def test_a_digest_file_that_is_none_is_told_before_anything_is_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    one = write_checkpoint(tmp_path / "one", {"w": np.arange(6, dtype=np.float32)})
+    cut = (one / "model.safetensors").read_bytes()[:-4]
+    (one / "model.safetensors").write_bytes(cut)  # what reads meets this first
+    for arguments in ((tmp_path / "none.json",), ("-o", tmp_path), ("-o", tmp_path / "none" / "digest.json")):
+        status, _, err = run(capsys, "verify", "--digest", one, *arguments)
+        assert status == 2
+        assert str(arguments[-1]) in err
+
+
 def test_a_digest_of_a_part_or_of_other_names_is_a_difference(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     one = write_checkpoint(tmp_path / "one", {"w": values, "v": values})

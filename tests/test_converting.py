@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -12,9 +13,10 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -22,18 +24,18 @@ import pytest
 import tensorstore
 
 import meshload
-from meshload import Box
+from meshload import Box, dequantising
 from meshload.errors import FormatError, LayoutError, LimitError, MeshloadError, MeshloadWarning, SourceError
 from meshload.formats import Parts
 from meshload.pieces import empty
-from meshload.source import LocalFolder
-from meshload.testing import ramp, read_safetensors, same_bits, write_checkpoint
-from meshload.writing import NOTE, staging_of
+from meshload.source import WRITING, LocalFolder
+from meshload.testing import llama_shapes, ramp, read_safetensors, same_bits, write_checkpoint
+from meshload.writing import WRITE, staging_of
 from meshload_adapters._orbax_files import chunks
 from meshload_adapters.formats.hf import HuggingFace
 from meshload_adapters.formats.orbax import Orbax
 
-from .test_cases import LLAMA, llama, shapes_of
+from .test_cases import LLAMA, QWEN3, fp8, llama
 from .test_megatron import FAMILIES, as_hugging_face, fixture, golden
 
 HERE = Path(__file__).resolve().parent
@@ -72,7 +74,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tied_qwen2(dtype: Any = np.float32) -> tuple[dict[str, Values], dict[str, Any]]:
     config = {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}
-    arrays = {name: ramp(name, shape, dtype) for name, shape in shapes_of(config).items() if name != "lm_head.weight"}
+    arrays = {name: ramp(name, shape, dtype) for name, shape in llama_shapes(config).items() if name != "lm_head.weight"}
     for layer in range(2):
         for part, n in (("q", 16), ("k", 8), ("v", 8)):
             name = f"model.layers.{layer}.self_attn.{part}_proj.bias"
@@ -96,6 +98,13 @@ def test_a_hugging_face_checkpoint_goes_to_orbax_and_back_bit_for_bit(name: str,
         for made in ("orbax", "hf"):
             assert (tmp_path / made / file).exists() == (path / file).exists()
             assert not (path / file).exists() or (tmp_path / made / file).read_bytes() == (path / file).read_bytes()
+
+
+def test_orbax_restores_what_is_converted_where_it_is_told_of_no_sharding(tmp_path: Path) -> None:
+    orbax = pytest.importorskip("orbax.checkpoint")
+    path = write_checkpoint(tmp_path / "src", {"w": ramp("w", (3, 4))})
+    meshload.convert(path, tmp_path / "orbax", to="orbax")
+    assert same_bits(orbax.PyTreeCheckpointer().restore(tmp_path / "orbax")["w"], ramp("w", (3, 4)))
 
 
 @pytest.mark.parametrize("name", ORBAX)
@@ -418,6 +427,25 @@ def test_a_chunk_beyond_the_ceiling_is_named_before_anything_is_written(source: 
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
+class CountingCommits(Orbax):
+    """Orbax, remembering how often its database was committed."""
+
+    commits: ClassVar[list[int]] = []
+
+    def commit(self, staging: LocalFolder) -> None:
+        base = tensorstore.KvStore.open(f"file://{staging.path}/").result()
+        self.commits.append(tensorstore.ocdbt.dump(base).result()["versions"][-1]["generation_number"])
+        super().commit(staging)
+
+
+def test_arrays_share_one_database_and_its_commits(tmp_path: Path) -> None:
+    """A commit writes a leaf of the database anew: one for each array made writing quadratic."""
+    arrays = {f"w{i}": ramp(f"w{i}", (2,)) for i in range(400)}
+    meshload.convert(write_checkpoint(tmp_path / "src", arrays), tmp_path / "out", to=CountingCommits())
+    assert CountingCommits.commits[0] < 10
+    assert meshload.verify(tmp_path / "src", tmp_path / "out").ok
+
+
 def test_a_name_may_begin_another(tmp_path: Path) -> None:
     names = ("a", "a.b", "a.b.c", "a.b.c.d.e", "a.q.r", "x/y", "ü")
     arrays = {name: ramp(name, (2, 3)) for name in names}
@@ -553,6 +581,106 @@ def test_quantised_weights_are_not_cast(config: Any, tmp_path: Path) -> None:
     assert different(hf_files(tmp_path / "out"), arrays) == []
 
 
+@pytest.mark.parametrize("to", ["hf", "orbax", "dcp", "universal", "megatron", "megatron_core"])
+def test_fp8_is_dequantised_block_by_block(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequantising, "CHUNK", 3 << 15)
+    monkeypatch.setattr(dequantising, "SLAB", 1 << 15)
+    arrays = fp8(QWEN3)
+    path = write_checkpoint(tmp_path / "src", arrays, QWEN3, shards=2)
+    meshload.convert(path, tmp_path / "out", to=to, dtype="float32", max_bytes=3 << 20)  # cuts weights inside of blocks
+    plain = {key: value for key, value in QWEN3.items() if key != "quantization_config"}
+    opened = meshload.open(tmp_path / "out", config=plain).with_names("hf")
+    found = {name: np.asarray(array) for name, array in opened.items()}
+    assert set(found) == {name for name in arrays if not name.endswith("_scale_inv")}
+    for name, values in found.items():
+        expected = arrays[name].astype(np.float32)
+        if name + "_scale_inv" in arrays:
+            scales = np.repeat(np.repeat(arrays[name + "_scale_inv"], 128, 0), 128, 1)
+            expected = expected * scales[: values.shape[0], : values.shape[1]]
+        assert np.array_equal(values, expected, equal_nan=True), name
+    if to == "hf":
+        assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (16, 1), (1, 16)])
+def test_scales_without_blocks_are_of_the_whole_or_of_rows(shape: tuple[int, ...], tmp_path: Path) -> None:
+    scales = ramp("s", shape) / 7
+    arrays = {"a.weight": ramp("w", (16, 16), ml_dtypes.float8_e4m3fn), "a.weight_scale": scales, "a.input_scale": ramp("i", ())}
+    config = {"model_type": "none", "quantization_config": {"quant_method": "compressed-tensors"}}
+    path = write_checkpoint(tmp_path / "src", arrays, config)
+    meshload.convert(path, tmp_path / "out", to="hf", dtype="bfloat16", max_bytes=1 << 12)
+    expected = (arrays["a.weight"].astype(np.float32) * scales).astype(ml_dtypes.bfloat16)
+    assert different(hf_files(tmp_path / "out"), {"a.weight": expected}) == []
+
+
+def test_integers_are_multiplied_with_their_scales_where_the_config_tells_of_them(tmp_path: Path) -> None:
+    arrays = {"a.weight": ramp("w", (16, 16), np.int8), "a.weight_scale": ramp("s", (16, 1)) / 7}
+    config = {"model_type": "none", "quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}
+    path = write_checkpoint(tmp_path / "src", arrays, config)
+    meshload.convert(path, tmp_path / "out", to="hf", dtype="float32")
+    expected = arrays["a.weight"].astype(np.float32) * arrays["a.weight_scale"]
+    assert different(hf_files(tmp_path / "out"), {"a.weight": expected}) == []
+    for more in ("packed", "zero_point"):
+        held = {**arrays, f"a.weight_{more}": ramp("z", (16, 1), np.int8)}
+        with pytest.raises(LayoutError, match=f"a.weight_{more}: packed weights and zero points are not dequantised"):
+            meshload.restore(write_checkpoint(tmp_path / more, held, config), dtype="float32")
+
+
+@pytest.mark.parametrize("shape", [(2,), (16,), (2, 1), (1, 1), (2, 3), (1, 2, 2)])
+def test_scales_of_which_it_is_not_said_what_they_scale_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    arrays = {"a.weight": ramp("w", (16, 16), ml_dtypes.float8_e4m3fn), "a.weight_scale_inv": ramp("s", shape)}
+    config = {"model_type": "none", "quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    path = write_checkpoint(tmp_path / "src", arrays, config)
+    with pytest.raises(LayoutError, match=r"which of the scales a\.weight_scale_inv, of shape .* is not said"):
+        meshload.convert(path, tmp_path / "out", to="hf", dtype="bfloat16")
+    assert os.listdir(tmp_path) == ["src"]
+
+
+@pytest.mark.parametrize("to", ["megatron", "megatron_core", "fast_llm"])
+def test_both_copies_of_a_tied_weight_go_into_the_one_place_for_them_if_they_are_equal(to: str, tmp_path: Path) -> None:
+    """As FSDP saves them: under both names."""
+    arrays, config = tied_qwen2()
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()
+    path = write_checkpoint(tmp_path / "src", arrays, config)
+    meshload.convert(path, tmp_path / "out", to=to)
+    found = meshload.open(tmp_path / "out", config=config).with_names("hf")
+    assert different({name: np.asarray(found[name]) for name in arrays}, arrays) == []
+    arrays["lm_head.weight"][-1, -1] += 1
+    other = write_checkpoint(tmp_path / "other", arrays, config)
+    with pytest.raises(LayoutError, match=r"are tied by the config, .* has one place for both, and the stored copies differ"):
+        meshload.convert(other, tmp_path / "more", to=to)
+    assert sorted(os.listdir(tmp_path)) == ["other", "out", "src"]
+
+
+def test_arrays_that_are_no_weights_may_be_left_out(tmp_path: Path) -> None:
+    arrays, config = tied_qwen2()
+    path = write_checkpoint(tmp_path / "src", {**arrays, "rng.state": ramp("r", (5,), np.uint8)}, config)
+    with pytest.warns(MeshloadWarning), pytest.raises(LayoutError, match=r"rng\.state"):
+        meshload.convert(path, tmp_path / "out", to="megatron")
+    meshload.convert(path, tmp_path / "out", to="megatron", exclude="rng.*")
+    found = meshload.open(tmp_path / "out", config=config).with_names("hf")
+    assert different({name: np.asarray(found[name]) for name in arrays}, arrays) == []
+    with pytest.warns(MeshloadWarning, match=r"include=: '\*\.nrom\.\*' matches no name; there are "):
+        meshload.convert(path, tmp_path / "norm", to="hf", include=["*.norm.weight", "*.nrom.*"])
+    assert list(hf_files(tmp_path / "norm")) == ["model.norm.weight"]
+
+
+def test_what_is_dequantised_is_no_damage(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "src", fp8(QWEN3), QWEN3)
+    told = meshload.digest(path)
+    with pytest.warns(MeshloadWarning, match=r"7 arrays were not compared.* dequantised.*q_proj\.weight"):
+        meshload.restore(path, dtype="bfloat16", digest=told)
+
+
+def test_what_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "src", fp8(QWEN3), QWEN3)
+    with pytest.raises(LayoutError, match=r"already, and its scales would be cast too"):
+        meshload.restore(path, dtype="float8_e4m3fn")
+    with pytest.raises(LayoutError, match="is float8_e4m3fn already, and its scales would be cast too"):
+        meshload.convert(path, tmp_path / "out", to="hf", dtype="float8_e4m3fn")
+    assert os.listdir(tmp_path) == ["src"]
+
+
 @pytest.mark.parametrize("to", ["hf", "orbax"])
 def test_b67_a_shift_that_rounds_away_is_refused_and_exact_in_float32(to: str, tmp_path: Path) -> None:
     """Of 1 + 2**-10, bfloat16 keeps 1, from which there is no way back."""
@@ -573,6 +701,8 @@ def test_b67_a_shift_that_rounds_away_is_refused_and_exact_in_float32(to: str, t
     assert different(bits_of(tmp_path / "back"), small) == []
     meshload.convert(path, tmp_path / "meant", to=to, dtype="bf16")
     assert {float(a.ravel()[0]) for n, a in bits_of(tmp_path / "meant").items() if "norm" in n} == {1.0}
+    meshload.convert(tmp_path / "out", tmp_path / "cut", to=to, names="megatron", dtype="bf16", mesh="tp=2")
+    assert different(bits_of(tmp_path / "cut"), small) == []
     exact = {n: np.full_like(a, 0.5) for n, a in small.items()}
     meshload.convert(write_checkpoint(tmp_path / "exact", exact, config), tmp_path / "fine", to=to)  # 1.5 goes back to 0.5
     assert {float(a.ravel()[0]) for n, a in bits_of(tmp_path / "fine").items() if "norm" in n} == {1.5}
@@ -676,7 +806,7 @@ def test_a_killed_conversion_publishes_nothing_and_is_resumed(larger: Path, to: 
             file.write(b"damaged!")
     meshload.convert(larger, target, to=to, resume=True, **options)
     assert os.listdir(tmp_path) == ["out"]
-    assert NOTE not in os.listdir(target)
+    assert WRITING not in os.listdir(target)
     assert different(bits_of(target), bits_of(larger)) == []
 
 
@@ -692,6 +822,23 @@ def referred(folder: Path) -> set[str]:
         for entry in tensorstore.ocdbt.dump(store, place).result()["entries"] if kind == "btreenode" else ():
             places += [entry[key] for key in ("location", "indirect_value") if key in entry]
     return files
+
+
+def test_large_arrays_are_written_in_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.arange(1 << 20).reshape(1 << 10, 1 << 10).astype(np.uint16).view(np.float16)
+    values = np.where(np.isfinite(values), values, np.float16(1))
+    source = write_checkpoint(tmp_path / "src", {"a": values})
+    sizes, pwrite = [], os.pwrite
+
+    def counted(descriptor: int, data: memoryview, start: int) -> int:
+        sizes.append(len(data))
+        return pwrite(descriptor, data, start)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    meshload.convert(source, tmp_path / "out", to="hf", dtype="float32")
+    assert sum(sizes) > 4 * values.size
+    assert max(sizes) == WRITE
+    assert different(bits_of(tmp_path / "out"), {"a": values.astype(np.float32)}) == []
 
 
 def test_what_a_killed_conversion_left_is_not_published(larger: Path, tmp_path: Path) -> None:
@@ -932,6 +1079,33 @@ def test_b51_what_is_being_written_is_no_checkpoint_yet(larger: Path, tmp_path: 
         meshload.open(target)
     assert "commit_success.txt" not in os.listdir(staging_of(target))
     assert "_CHECKPOINT_METADATA" not in os.listdir(staging_of(target))
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax", "dcp", "megatron"])
+def test_b51_an_interrupted_writing_is_refused_by_name_wherever_it_lies(
+    to: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+
+    def stopped(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("meshload.converting.fill", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            meshload.convert(source, target, to=to)
+    assert os.listdir(tmp_path) == [staging_of(target).name]
+    report = meshload.check(staging_of(target))
+    assert [p.text for p in report.problems if "not finished" in p.text]
+    for call in (meshload.open, partial(meshload.restore, layout="replicated"), partial(meshload.open, format=to)):
+        with pytest.raises(FormatError, match=rf"{re.escape(str(staging_of(target)))}: .* not finished.*resume=True"):
+            call(staging_of(target))
+    shutil.move(staging_of(target), tmp_path / "moved")
+    with pytest.raises(FormatError, match=r"moved: .* not finished"):
+        meshload.open(tmp_path / "moved")
+    shutil.move(tmp_path / "moved", staging_of(target))
+    meshload.convert(source, target, to=to, resume=True)
+    assert meshload.verify(source, target).ok
 
 
 # --- bounded memory ---------------------------------------------------------------------------------------------------

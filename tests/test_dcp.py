@@ -11,6 +11,7 @@ import random
 import shutil
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +267,20 @@ def test_old_zip_free_entries_are_read(tmp_path: Path) -> None:
     found.storage_data = {key: filesystem._StorageInfo("__0_0.distcp", 0, len(file.getvalue())) for key in found.storage_data}
     write_metadata(folder, found)
     assert same_bits(opened(folder)["w"], ramp("w", (4, 3)))
+
+
+def test_metadata_of_megatron_core_is_read_likewise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = by_hand(tmp_path, {"w": [((0, 0), ramp("a", (2, 3))), ((2, 0), ramp("b", (2, 3)))]})
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    kind = type("MCoreMetadata", (metadata.Metadata,), {"__module__": name})  # as 0.15 has it
+    for module in ("megatron", name):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    monkeypatch.setattr(sys.modules[name], "MCoreMetadata", kind, raising=False)
+    found = kind(**vars(metadata_of(folder)))
+    found.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (4, 3)}}
+    write_metadata(folder, found)
+    assert b"MCoreMetadata" in (folder / ".metadata").read_bytes()
+    assert same_bits(stored(folder)["w"], np.concatenate([ramp("a", (2, 3)), ramp("b", (2, 3))]))
 
 
 def test_metadata_of_every_rank_is_put_together(tmp_path: Path) -> None:

@@ -488,7 +488,7 @@ def test_what_cannot_be_written_as_deepspeeds_own_files_is_refused(tmp_path: Pat
         with pytest.raises(meshload.LayoutError, match=why):
             meshload.convert(source, tmp_path / "out", to=to, layout="replicated", **options)
 
-    refused("ep=2: only pp, tp and dp can be written as DeepSpeed's own files", mesh="ep=2,dp=2")
+    refused("cp=2: only pp, tp, dp and ep can be written as DeepSpeed's own files", mesh="cp=2,dp=2")
     refused("3 parameters by their order, and the source does not tell it; say it with DeepSpeed", plain, mesh="dp=2")
     refused("what is given lacks c", plain, DeepSpeed(parameters=["a", "b"]), mesh="dp=2")
     dealt = replace(src, meta={**src.meta, "ds_config": {"zero_optimization": {"round_robin_gradients": True}}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,9 @@ HOSTILE: dict[str, Any] = {
             ("size", -2),
             ("size", "2"),
             ("size", 1e400),
+            ("shape", [1] * 65),
+            ("crc32", "00000000"),
+            ("crc32", 7),
         ]
     },
 }
@@ -213,11 +217,43 @@ def test_a_hostile_digest_is_refused_with_its_name(case: str, tmp_path: Path) ->
         str(meshload.Digest.load(file))
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "binary", "deep"])
+TWICE = b'{"digest": "crc32", "arrays": {"w": {}, "w": {}}}'
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"[" * 100_000, TWICE], ids=["empty", "cut", "binary", "deep", "twice"])
 def test_what_is_no_json_is_refused(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "digest.json").write_bytes(text)
     with pytest.raises(FormatError, match=r"digest\.json: it is no digest"):
         meshload.Digest.load(tmp_path / "digest.json")
+
+
+def test_a_digest_without_end_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"/dev/zero: it is no digest.*more than"):
+        meshload.Digest.load("/dev/zero")
+
+
+def test_a_digest_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "digest.json"
+    of_arrays({"a": ramp("a", (2, 3))}).save(file)
+    old = file.read_bytes()
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("meshload.digests.os.replace", fails)
+    with pytest.raises(SourceError, match=r"digest\.json: cannot be written: No space"):
+        of_arrays({"b": ramp("b", (2, 3))}).save(file)
+    assert ([p.name for p in tmp_path.iterdir()], file.read_bytes()) == (["digest.json"], old)
+
+
+def test_a_digest_is_written_through_a_link_and_into_what_is_no_file(tmp_path: Path) -> None:
+    made = of_arrays({"a": ramp("a", (2, 3))})
+    (tmp_path / "link").symlink_to("digest.json")
+    made.save(tmp_path / "link")
+    assert meshload.Digest.load(tmp_path / "digest.json") == made
+    made.save("/dev/null")
+    with pytest.raises(SourceError, match="Is a directory"):
+        made.save(tmp_path)
 
 
 def test_a_digest_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -291,7 +327,9 @@ def test_a_restore_passes_where_all_is_as_the_digest_says(source: Path, tmp_path
 def test_a_restore_raises_where_one_byte_was_flipped(name: str, tmp_path: Path) -> None:
     wrong = llama() | {name: flipped_bit(llama()[name])}
     path = write_checkpoint(tmp_path / "model", wrong, LLAMA)
-    with pytest.raises(FormatError, match=f"digest=: {name} has the CRC-32") as raised:
+    with pytest.raises(
+        FormatError, match=rf"digest=: {name} has the CRC-32 .* \(in model.*\.safetensors\); the files are damaged, or"
+    ) as raised:
         meshload.restore(path, into="numpy", digest=of_arrays(llama()))
     assert str(raised.value).count("CRC-32") == 1
 
@@ -315,6 +353,14 @@ def test_a_digest_that_lacks_an_array_is_told(source: Path) -> None:
     known = {name: values for name, values in llama().items() if name != "model.norm.weight"}
     with pytest.warns(MeshloadWarning, match=r"1 arrays were not compared.*model\.norm\.weight"):
         meshload.restore(source, into="numpy", digest=of_arrays(known))
+
+
+def test_an_array_of_which_the_digest_has_a_part_is_told(source: Path) -> None:
+    made = meshload.digest(source)
+    name = next(iter(made.arrays))
+    part = meshload.Digest({**made.arrays, name: replace(made.arrays[name], size=1)})
+    with pytest.warns(MeshloadWarning, match=f"1 arrays were not compared.*of a part: {name}"):
+        meshload.restore(source, into="numpy", digest=part)
 
 
 def test_what_a_digest_has_beside_what_is_wanted_is_no_matter(source: Path) -> None:

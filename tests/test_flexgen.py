@@ -141,6 +141,14 @@ def test_b87_empty_and_short_files_are_named(folder: Path) -> None:
     assert len(found) == 67
 
 
+def test_b87_a_short_file_of_a_tied_array_is_named_though_its_twin_is_there(folder: Path) -> None:
+    tokens = folder / "decoder.embed_tokens.weight"
+    tokens.write_bytes(tokens.read_bytes()[:-10])
+    for include in (None, tokens.name):
+        with pytest.raises(MissingArray, match=rf"{re.escape(tokens.name)}: truncated: "):
+            meshload.restore(folder, layout="replicated", names="native", into="numpy", include=include)
+
+
 @pytest.mark.parametrize("length", [3, 6, 7, 9, 40])
 def test_a_file_cut_in_its_header_is_named(length: int, folder: Path) -> None:
     (folder / QUERY).write_bytes((folder / QUERY).read_bytes()[:length])

@@ -20,11 +20,11 @@ ADAPTERS = CORE.parent / "adapters" / "meshload_adapters"
 MODULES = sorted(p.stem for p in CORE.glob("*.py") if p.stem not in ("__init__", "__main__"))
 
 ORDER = [
-    *("errors", "box", "digests", "expression", "pieces", "kernel", "array", "source"),
+    *("errors", "box", "digests", "expression", "pieces", "kernel", "kernel", "array", "source"),
     *("mesh", "layout", "pattern", "checkpoint", "steps"),
     *("scheduling", "sharing", "planning", "reading", "writing"),
     *("formats", "frameworks", "exchange", "streaming"),
-    *("quantised", "adapted", "naming", "wanting"),
+    *("quantised", "adapted", "naming", "dequantising", "wanting"),
     *("ranks", "requesting"),
     *("loading", "converting", "saving", "indexing", "checking"),
     *("testing", "cli"),
@@ -217,7 +217,7 @@ def test_opening_a_hugging_face_folder_loads_no_other_format_and_no_writer(run_p
     from meshload.testing import ramp, write_checkpoint
 
     private, others = run_python(LOADED, write_checkpoint(tmp_path, {"w": ramp("w", (4, 4))})).splitlines()
-    assert {name for name in private.split() if not is_light(name)} == {"_hf", "_json", "_safetensors"}
+    assert {name for name in private.split() if not is_light(name)} == {"_hf", "_json", "_safetensors", "_weight_map"}
     assert others == ""
 
 

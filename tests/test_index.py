@@ -21,11 +21,12 @@ import meshload
 from meshload import Array, LayoutError, Pieces, concatenate, stack
 from meshload.array import Step, stored_whole
 from meshload.cli import main
-from meshload.errors import FormatError
+from meshload.errors import FormatError, SourceError
 from meshload.indexing import FEW, LEAST, grid
 from meshload.pieces import union
 from meshload.source import LocalFile, LocalFolder
 from meshload.testing import InMemory, ramp, read_safetensors, same_bits, write_checkpoint, write_safetensors
+from meshload.writing import locked, staging_of
 
 GOLDEN = Path(__file__).parent / "golden"
 HF = sorted(d.name for d in (GOLDEN / "hf").iterdir())
@@ -540,6 +541,41 @@ def test_a_hostile_record_deletes_nothing(beside: bool, tmp_path: Path) -> None:
             meshload.index(source)
     after = state(tmp_path)
     assert {file: at for file, at in after.items() if file in before} == before
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_an_index_touches_nothing_through_links_to_folders(recorded: bool, tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", {"w": ramp("w", (4,))})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model.safetensors").symlink_to("elsewhere")
+    index = meshload.index(source, tmp_path / "index").path
+    shutil.rmtree(index / "files")
+    (index / "files").symlink_to("../mine")
+    if not recorded:
+        (tmp_path / "mine" / "model.safetensors").unlink()
+    before = os.listdir(tmp_path / "mine")
+    with pytest.raises(LayoutError, match=r"files/model.safetensors"):
+        meshload.index(source, index)
+    assert os.listdir(tmp_path / "mine") == before
+
+
+def test_an_index_that_another_process_is_making_is_left_alone(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", {"w": ramp("w", (4,))})
+    staging = staging_of(source / "index")
+    staging.mkdir()
+    with locked(staging), pytest.raises(LayoutError, match="another process is writing"):
+        meshload.index(source)
+    assert staging.is_dir()
+    assert meshload.index(source).arrays == ("w",)
+
+
+def test_what_cannot_be_a_path_or_a_key_is_told(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "source", {"w": ramp("w", (4,)), "v" * 70_000: ramp("v", (2,))})
+    with pytest.raises(SourceError, match="File name too long"):
+        meshload.index(source, tmp_path / ("n" * 300))
+    made = meshload.index(source)
+    assert made.arrays == ("w",)
+    assert "its name has 70000 bytes" in made.left_out["v" * 70_000]
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path) -> None:

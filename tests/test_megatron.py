@@ -24,7 +24,7 @@ from meshload.errors import LayoutError, MissingPieces
 from meshload.formats import installed
 from meshload.pattern import find, parse, parse_table
 from meshload.pieces import piece, union
-from meshload.source import open_folder
+from meshload.source import LocalFolder, open_folder
 from meshload.testing import (
     CountedFolder,
     FormatSuite,
@@ -35,6 +35,7 @@ from meshload.testing import (
     same_bits,
     write_checkpoint,
 )
+from meshload_adapters._distcp import read_listing
 from meshload_adapters._megatron import config_of, layers_of
 from meshload_adapters._megatron_buffers import buckets, laid_out, module_order, spelled_by
 from meshload_adapters._megatron_shards import GATED, Fusion, Part, cut_runs, join_runs, taken_apart
@@ -358,9 +359,14 @@ def test_one_ranks_folder_of_several_is_refused() -> None:
 
 def test_opening_reads_no_payload_of_a_container() -> None:
     folder = CountedFolder(open_folder(fixture("td-tp2-dp2-fp32-distopt-dpre-qwen2")))
-    MegatronCore().open(folder)
-    data = sum(n for name, _, n in folder.log.reads if name.endswith(".distcp"))
-    assert data == 0
+    opened = MegatronCore().open(folder)
+    (file,) = {name for name, _, _ in folder.log.reads if name.endswith(".distcp")}
+    listed = read_listing([LocalFolder(fixture("td-tp2-dp2-fp32-distopt-dpre-qwen2") / "iter_0000002").file(".metadata")])
+    groups = listed.objects["optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1"][0]
+    assert file.endswith(groups.file)
+    read = [(start, start + n) for name, start, n in folder.log.reads if name == file]
+    assert all(groups.offset <= start and stop <= groups.offset + groups.length for start, stop in read)
+    assert opened.meta["optimizer"]["step"] == 2
 
 
 # --- checkpoints made here --------------------------------------------------------------------------------------------
@@ -1471,6 +1477,18 @@ def test_the_config_says_what_args_say_exactly() -> None:
     assert (sparse["moe_intermediate_size"], sparse["num_local_experts"], sparse.get("intermediate_size")) == (3, 4, None)
 
 
+def test_the_config_says_what_no_array_shows() -> None:
+    rope = {"position_embedding_type": "rope", "rotary_base": 500000, "rotary_percent": 0.5}
+    llama = config_of({**ARGS, **rope, "normalization": "RMSNorm", "norm_epsilon": 1e-5, "use_rope_scaling": True})
+    assert llama is not None
+    assert (llama["rms_norm_eps"], llama["rope_theta"], llama["rope_scaling"]["rope_type"]) == (1e-5, 5e5, "llama3")
+    assert {"layer_norm_eps", "rotary_pct", "num_experts_per_tok"} & set(llama) == set()
+    gpt = config_of({**ARGS, **rope, "normalization": "LayerNorm", "norm_epsilon": 1e-6, "num_experts": 4, "moe_router_topk": 3})
+    assert gpt is not None
+    assert (gpt["layer_norm_eps"], gpt["rotary_pct"], gpt["num_experts_per_tok"]) == (1e-6, 0.5, 3)
+    assert {"rms_norm_eps", "rope_scaling"} & set(gpt) == set()
+
+
 def test_a_config_that_contradicts_args_is_an_error(tmp_path: Path) -> None:
     write_tp(tmp_path, 1)
     assert restored(tmp_path, config={"model_type": "llama", "head_dim": None, "num_local_experts": None})
@@ -1618,7 +1636,8 @@ def test_transformers_gives_the_logits_that_megatron_gave(name: str) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     checkpoint = meshload.open(fixture(name), config={"model_type": FAMILIES[name]})
     told = {k: v for k, v in (checkpoint.config or {}).items() if k not in ("decoder_sparse_step", "mlp_only_layers")}
-    more = {"rms_norm_eps": 1e-5, "num_experts_per_tok": 2, "use_sliding_window": False}
+    assert told["rms_norm_eps"] == 1e-5  # Hugging Face takes 1e-6 where nothing is told
+    more = {"num_experts_per_tok": 2, "use_sliding_window": False}  # the golden files' args do not tell how many
     config = transformers.AutoConfig.for_model(**{**told, **more, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model = meshload.restore(checkpoint, like=model)

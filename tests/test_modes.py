@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,11 @@ import tensorstore
 import meshload
 from meshload.array import Array, concatenate
 from meshload.exchange import exchange_of, read_shared
+from meshload.frameworks import World
 from meshload.pieces import piece
 from meshload.planning import Plan, plan_array
 from meshload.reading import buffers_for, read, values_of
-from meshload.source import ChunkedArray, KeyValueFile, LocalFile
+from meshload.source import ChunkedArray, KeyValueFile, KeyValueFolder, LocalFile
 from meshload.testing import ramp, same_bits
 
 pytest.importorskip("hypothesis")
@@ -66,7 +68,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=120)
+        self.barrier = threading.Barrier(size, timeout=60)
         self.told: list[Any] = [None] * size
 
     def all(self, rank: int, value: Any) -> list[Any]:
@@ -116,6 +118,8 @@ class Member:
 
 def filled(plan: Plan, fill: Callable[[Plan, Any], None]) -> Any:
     buffers = buffers_for(plan)
+    for buffer in buffers.values():
+        buffer[:] = 0xA5  # memory that is given out again may hold the right bytes already
     fill(plan, buffers)
     return values_of(buffers[0], plan.targets[0])
 
@@ -197,6 +201,16 @@ def check(values: Any, boxes: Sequence[tuple[slice, ...]], order: Sequence[int],
             assert same_bits(found, wanted), (kind.__name__, gap)
 
 
+@pytest.mark.parametrize("strides", [(0, 0), (0, 4), (4, 0), (-8, -4)])
+def test_elements_that_are_stored_once_for_many_or_backwards_are_shared_too(strides: tuple[int, int], tmp_path: Path) -> None:
+    """As torch saves what is expanded."""
+    stored = ramp("w", (30,))
+    source = local(stored, tmp_path).pieces.sources[0]
+    values = np.ndarray((5, 2), stored.dtype, stored, 80, strides)
+    array = Array("w", stored.dtype, (5, 2), piece(source, HEAD + 80, (5, 2), 4, strides=strides))
+    assert all(same_bits(found, values) for found in together([plan_array(array), plan_array(array)]))
+
+
 # --- a rank that fails ------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +271,47 @@ def test_a_rank_that_fails_alone_stops_the_others_soon(tmp_path: Path, monkeypat
         found = together(plans)
     assert [type(error) for error in found] == [meshload.SourceError] * 4
     assert len(reads) <= 128  # each step is 16 rows of each rank
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs Linux's list of open files")
+def test_files_are_closed_after_they_are_shared(tmp_path: Path) -> None:
+    array = local(ramp("w", (64, 64)), tmp_path)
+    together([plan_array(array), plan_array(array)])
+    assert str(tmp_path / "f") not in {os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()}
+
+
+@pytest.mark.parametrize("at", [1, 1 << 14, 1 << 16])  # the last is all of it
+def test_a_rank_whose_caller_raises_in_progress_lets_all_fail(tmp_path: Path, at: int) -> None:
+    array = local(ramp("w", (256, 64)), tmp_path)
+    plans = [plan_array(array, max_bytes=1 << 13) for _ in range(3)]
+
+    def one(member: Member) -> Any:
+        def stop(done: int, total: int) -> None:
+            if member.rank == 1 and done >= at:
+                raise ValueError("enough")
+
+        plan = plans[member.rank]
+        return read_shared(plan, buffers_for(plan), exchange_of(plan, member), progress=stop)
+
+    words = [str(error) for error in Ranks(3).run(one)]
+    assert words == ["rank 1 failed, so all do: ValueError: enough", "enough", "rank 1 failed, so all do: ValueError: enough"]
+
+
+def test_a_rank_that_cannot_open_the_path_lets_all_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, me = Ranks(2), threading.local()
+    monkeypatch.setattr("meshload.loading.running", lambda: me.group)
+    monkeypatch.setattr("meshload.ranks.launched", lambda: World(me.group.rank, 2, 2))
+    monkeypatch.setattr(KeyValueFolder, "is_remote", True)
+    store = tensorstore.KvStore.open("memory://").result()
+    store.write("model.safetensors", b"\2" + bytes(7) + b"{}").result()
+
+    def one(member: Member) -> Any:
+        me.group = member
+        return meshload.restore([store, "nosuch://x/y"][member.rank], mesh="dp=2", layout="replicated", into="numpy")
+
+    words = [str(error) for error in ranks.run(one)]
+    assert words[1].startswith("nosuch://x/y: TensorStore cannot open it")
+    assert words[0] == f"rank 1 failed, so all do: FormatError: {words[1]}"
 
 
 def test_row_parallel_ranks_read_each_byte_once_in_many_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

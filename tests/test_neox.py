@@ -209,6 +209,16 @@ def test_what_gpt_neox_says_of_itself_must_agree_with_the_config(tmp_path: Path,
         meshload.open(tmp_path).with_names("hf")
 
 
+def test_the_config_says_what_gpt_neox_computes_with(tmp_path: Path, weights: Weights) -> None:
+    told = {"layernorm_epsilon": 1e-6, "rotary_pct": 1, "rotary_emb_base": 50000, "gpt_j_residual": False}
+    write_pipeline(tmp_path, weights, current=True, args={**ARGS, **told})
+    found = meshload.open(tmp_path, config=CONFIG).config
+    assert found is not None
+    config = transformers.GPTNeoXConfig(**{k: v for k, v in found.items() if k != "model_type"})
+    assert (config.layer_norm_eps, config.use_parallel_residual) == (1e-6, False)
+    assert (config.rope_parameters["partial_rotary_factor"], config.rope_parameters["rope_theta"]) == (1, 50000)
+
+
 def test_another_pipelines_biases_are_not_summed(tmp_path: Path, weights: Weights) -> None:
     """Nothing but its args tells GPT-NeoX from others."""
     write_pipeline(tmp_path, weights, current=True, args=None)

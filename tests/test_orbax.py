@@ -20,7 +20,7 @@ import tensorstore as ts
 
 import meshload.source
 from meshload.checkpoint import Checkpoint
-from meshload.errors import FormatError, MeshloadWarning, MissingArray, SourceError
+from meshload.errors import FormatError, LimitError, MeshloadWarning, MissingArray, SourceError
 from meshload.source import open_folder
 from meshload_adapters.formats.orbax import Orbax
 
@@ -628,6 +628,21 @@ def test_array_of_countless_chunks_is_refused(tmp_path: Path) -> None:
     (path / "w" / ".zarray").write_text(json.dumps(meta | {"shape": [1 << 50]}))
     with pytest.raises(FormatError, match="more than any real array"):
         opened(path)
+
+
+def test_a_chunk_that_reaches_far_beyond_its_array_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+    path = written(tmp_path / "x", {("w",): [1, 2]})
+    meta = json.loads((path / "w" / ".zarray").read_text())
+    (path / "w" / ".zarray").write_text(json.dumps(meta | {"chunks": [1 << 36]}))
+    with pytest.raises(LimitError, match="w: one unit of it takes"):
+        meshload.restore(path, into="numpy")
+
+
+def test_elements_that_are_no_numbers_are_told(tmp_path: Path) -> None:
+    path = written(tmp_path / "x", {("w",): [1, 2]})
+    meta = json.loads((path / "w" / ".zarray").read_text())
+    (path / "w" / ".zarray").write_text(json.dumps(meta | {"dtype": "|V4", "fill_value": None}))
+    assert "not numbers" in opened(path).unavailable["w"]
 
 
 def test_tree_without_metadata_is_refused(tmp_path: Path) -> None:

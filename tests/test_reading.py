@@ -36,7 +36,18 @@ from meshload.planning import Plan, Target, plan_array
 from meshload.reading import buffer_for, buffers_for, fragments, read, read_array, values_of
 from meshload.scheduling import REQUEST, merged
 from meshload.source import PROBES, START, ChunkedArray, KeyValueFile, KeyValueFolder, LocalFile, open_folder, plain_runs
-from meshload.testing import Counted, InMemory, Log, counted, ramp, read_safetensors, same_bits, write_checkpoint, write_safetensors
+from meshload.testing import (
+    Counted,
+    InMemory,
+    Log,
+    counted,
+    llama_shapes,
+    ramp,
+    read_safetensors,
+    same_bits,
+    write_checkpoint,
+    write_safetensors,
+)
 
 pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings
@@ -58,14 +69,7 @@ CONFIG = {
 
 def llama(config: Mapping[str, Any] = CONFIG, dtype: Any = np.float32) -> dict[str, Any]:
     """Return a Llama's arrays, in the order in which files have them: by name."""
-    e, f, v = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    kv = e // config["num_attention_heads"] * config["num_key_value_heads"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, e), "model.norm.weight": (e,), "lm_head.weight": (v, e)}
-    for i in range(config["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        shapes |= {at + "input_layernorm.weight": (e,), at + "post_attention_layernorm.weight": (e,)}
-        shapes |= {at + f"self_attn.{p}_proj.weight": (n, e) for p, n in (("q", e), ("k", kv), ("v", kv), ("o", e))}
-        shapes |= {at + f"mlp.{p}_proj.weight": (f, e) for p in ("gate", "up")} | {at + "mlp.down_proj.weight": (e, f)}
+    shapes = llama_shapes(config)
     return {name: ramp(name, shapes[name], dtype) for name in sorted(shapes)}
 
 
@@ -104,6 +108,14 @@ def in_parts(data: st.DataObject) -> Iterator[None]:
         yield
 
 
+def spoilt(made: Plan) -> dict[int, Any]:
+    """Return memory for the targets of a plan that holds nothing right yet, as memory that is given out again may."""
+    buffers = buffers_for(made)
+    for buffer in buffers.values():
+        buffer[:] = 0xA5
+    return buffers
+
+
 def test_interleaved_arrays_are_read_once_in_parts_of_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meshload.scheduling, "PART", 8)
     values = ramp("w", (64, 3, 16))
@@ -129,7 +141,7 @@ def test_without_a_gap_exactly_the_wanted_bytes_are_read(data: st.DataObject) ->
         box.append(slice(start, data.draw(st.integers(start, n))))
     order = data.draw(st.permutations(range(3)))
     made = plan_array(array[tuple(box)].transpose(*order), merge_gap=0, max_bytes=data.draw(st.sampled_from([1 << 10, 256 << 20])))
-    buffers = buffers_for(made)
+    buffers = spoilt(made)
     with in_parts(data):
         read(made, buffers)
     assert same_bits(values_of(buffers[0], made.targets[0]), values[tuple(box)].transpose(order))
@@ -146,12 +158,30 @@ def test_whatever_gap_and_ceiling_the_bits_are_the_same(data: st.DataObject) -> 
     columns = slice(data.draw(st.integers(0, values.shape[1] - 1)), None)
     gap, ceiling = data.draw(st.sampled_from([0, 8, 64, 5000])), data.draw(st.sampled_from([64, 600, 1 << 12, 1 << 28]))
     made = plan_array(array[:, columns].T, merge_gap=gap, max_bytes=ceiling)
-    buffers = buffers_for(made)
+    buffers = spoilt(made)
     with in_parts(data):
         read(made, buffers)
     assert same_bits(values_of(buffers[0], made.targets[0]), values[:, columns].T)
     assert (len(log.reads), log.nbytes) == (made.reads, made.read_bytes)
     assert made.peak_bytes <= ceiling
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_any_strides_are_read_overlapping_ones_too(data: st.DataObject) -> None:
+    """Sliding windows, what is expanded, and what runs backwards, in targets of any order."""
+    shape = data.draw(st.tuples(st.integers(1, 20), st.integers(1, 12), st.integers(1, 5)))
+    strides = tuple(2 * data.draw(st.integers(-60, 60)) for _ in shape)
+    stored = ramp("w", (5000,), np.uint16)
+    values = np.ndarray(shape, stored.dtype, stored, 5000, strides)
+    source = InMemory("f", stored.tobytes(), gap=data.draw(st.sampled_from([0, 8, 4096])))
+    array = Array("w", stored.dtype, shape, piece(source, 5000, shape, 2, strides=strides))
+    order = data.draw(st.permutations(range(3)))
+    made = plan_array(array.transpose(*order), max_bytes=data.draw(st.sampled_from([64, 600, 1 << 12, 1 << 28])))
+    buffers = spoilt(made)
+    with in_parts(data):
+        read(made, buffers)
+    assert same_bits(values_of(buffers[0], made.targets[0]), np.ascontiguousarray(values.transpose(order)))
 
 
 def test_neighbours_within_the_gap_share_a_read() -> None:
@@ -185,7 +215,7 @@ def test_each_chunk_is_decoded_once_however_many_want_of_it() -> None:
     values, log = ramp("w", (12, 10)), Log()
     array = chunked(values, (4, 5), log)
     made = plan_array(concatenate([array[1:6].T, array[4:9].T], 1))
-    buffers = buffers_for(made)
+    buffers = spoilt(made)
     read(made, buffers)
     expected = np.concatenate([values[1:6].T, values[4:9].T], 1)
     assert same_bits(values_of(buffers[0], made.targets[0]), expected)
@@ -302,6 +332,22 @@ def test_a_long_run_is_read_in_requests_of_bounded_size() -> None:
     read(made, buffers_for(made))
     assert sorted(log.reads) == [("f", 0, REQUEST), ("f", REQUEST, REQUEST), ("f", 2 * REQUEST, 4)]
     assert made.reads == 3
+
+
+def test_a_run_within_a_long_one_is_read_where_it_lies() -> None:
+    """As of torch's views: the long one is cut into requests, of which the last is short enough to share a range."""
+    data = np.random.default_rng(0).integers(0, 256, REQUEST + 9000, np.uint8)
+    source = InMemory("f", data.tobytes(), gap=4096)
+    places = [(0, 1000), (100, 200), (1000, REQUEST + 5000), (REQUEST + 500, 100)]
+    arrays = [Array("w", data.dtype, (n,), piece(source, at, (n,), 1)) for at, n in places]
+    assert same_bits(read_array(concatenate(arrays)), np.concatenate([data[at : at + n] for at, n in places]))
+
+
+def test_a_run_that_is_cut_may_lie_within_another() -> None:
+    values = ramp("w", (20, 10), np.uint16)
+    array = Array("w", values.dtype, values.shape, piece(InMemory("f", values.tobytes()), 0, values.shape, 2))
+    found = read_array(concatenate([array.T, array[5:7].T], 1))
+    assert same_bits(found, np.concatenate([values.T, values[5:7].T], 1))
 
 
 class _Into(InMemory):
@@ -554,13 +600,38 @@ def test_a_file_stays_open_while_its_rows_are_read(rows: tuple[LocalFile, bytes]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's list of open files")
-def test_files_are_closed_after_they_are_read(tmp_path: Path) -> None:
-    names = [f"w{i}" for i in range(6)]
-    folder = write_checkpoint(tmp_path, {n: ramp(n, (8, 8)) for n in names}, shards=6)
-    found = meshload.restore(folder, into="numpy", layout="replicated")
-    assert same_bits(found["w5"], ramp("w5", (8, 8)))
+@pytest.mark.parametrize("call", ["open", "plan", "restore", "check", "verify", "digest", "convert", "index"])
+def test_files_are_closed_in_the_end(tmp_path: Path, call: str) -> None:
+    folder = write_checkpoint(tmp_path / "hf", {f"w{i}": ramp(f"w{i}", (8, 8)) for i in range(6)}, shards=6)
+    more: dict[str, Any] = {"restore": {"into": "numpy"}, "convert": {"to": "hf"}}
+    others = {"verify": [folder], "convert": [tmp_path / "out"], "index": [tmp_path / "index"]}
+    getattr(meshload, call)(folder, *others.get(call, []), **more.get(call, {}))
+    assert opened(tmp_path) == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs Linux's list of open files")
+def test_files_are_closed_after_an_error_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first read fails while others have not opened their files yet."""
+    folder = write_checkpoint(tmp_path, {f"w{i}": ramp(f"w{i}", (300, 300)) for i in range(6)}, shards=6)
+    checkpoint, read_into = meshload.open(folder), LocalFile.read_into
+
+    def failing(self: LocalFile, start: int, out: Any) -> None:
+        if "00001" in self.name:
+            raise meshload.SourceError("the cable was pulled")
+        threading.Event().wait(0.2)
+        read_into(self, start, out)
+
+    monkeypatch.setattr(LocalFile, "expect", lambda *_: None)
+    monkeypatch.setattr(LocalFile, "read_into", failing)
+    with pytest.raises(meshload.SourceError, match="the cable was pulled"):
+        meshload.restore(checkpoint, into="numpy", layout="replicated")
+    assert opened(tmp_path) == []
+
+
+def opened(folder: Path) -> list[str]:
+    """Return the files of a folder that this process has open."""
     links = (os.path.realpath(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd"))
-    assert not [link for link in links if link.startswith(str(tmp_path))]
+    return [link for link in links if link.startswith(str(folder))]
 
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT") or not hasattr(os, "posix_fadvise"), reason="needs Linux's calls")
@@ -582,6 +653,29 @@ def test_the_disk_is_asked_for_whole_requests_that_are_not_in_memory(
     monkeypatch.setattr(os, "posix_fadvise", lambda file, start, length, advice: asked.append(length))
     assert same_bits(np.asarray(array), values)
     assert sorted(asked) == ([] if is_cached else [4000, REQUEST, REQUEST, REQUEST])
+
+
+@pytest.mark.parametrize("columns", [4096, 1024])
+def test_a_disk_that_takes_no_advice_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    write_checkpoint(tmp_path, {"w": ramp("w", (600, 4096))})
+    array = meshload.open(tmp_path)["w"][:, :columns]
+    on_disk(monkeypatch, from_byte=0)
+    plain = os.preadv
+
+    def cold(descriptor: int, views: list[Any], at: int, flags: int = 0) -> int:
+        if flags:
+            raise BlockingIOError(errno.EAGAIN, "not in memory")
+        return plain(descriptor, views, at)
+
+    def refuse(*_: int) -> None:
+        asked.append(1)
+        raise OSError(errno.ENOSYS, "no advice")
+
+    asked: list[int] = []
+    monkeypatch.setattr(os, "preadv", cold)
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    assert same_bits(np.asarray(array), ramp("w", (600, 4096))[:, :columns])
+    assert asked
 
 
 @pytest.mark.parametrize("begun", [-1, 0, 7])
@@ -1002,6 +1096,18 @@ def test_b79_a_busy_server_is_asked_again(folder: Path, server: tuple[str, type[
     found = meshload.restore(checkpoint, include="model.norm.weight", into="numpy")
     assert handler.refused == 2
     assert same_bits(found["model.norm.weight"], llama()["model.norm.weight"])
+
+
+def test_b79_a_server_that_stays_busy_is_an_error_and_no_empty_folder(server: tuple[str, type[_Ranges]]) -> None:
+    url, handler = server
+    tries = {"initial_delay": "1ms", "max_delay": "1ms", "max_retries": 2}
+    spec = {"driver": "http", "base_url": url.rstrip("/"), "path": "/", "context": {"http_request_retries": tries}}
+    store = tensorstore.KvStore.open(spec).result()
+    handler.refused, handler.fail = 0, 1 << 30
+    for call in (meshload.open, meshload.check):
+        with pytest.raises(meshload.SourceError, match=rf"{url}\S+: cannot be read: .* 503"):
+            call(store)
+    assert handler.refused < 100
 
 
 def test_what_is_not_there_over_http_is_an_error(server: tuple[str, type[_Ranges]]) -> None:

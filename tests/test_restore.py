@@ -14,7 +14,8 @@ import pytest
 
 import meshload
 from meshload import Layout
-from meshload.testing import counted, ramp, read_safetensors, same_bits, write_checkpoint
+from meshload.naming import model_of
+from meshload.testing import counted, llama_shapes, ramp, read_safetensors, same_bits, write_checkpoint
 
 HERE = Path(__file__).resolve().parent
 ROOTS = [HERE / "golden", HERE.parent.parent / "shared" / "fixtures"]
@@ -424,14 +425,7 @@ TOY = {
 
 
 def toy(dtype: Any = np.float32) -> dict[str, Values]:
-    e, f, v, kv = 16, 24, 13, 8
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, e), "model.norm.weight": (e,), "lm_head.weight": (v, e)}
-    for i in range(2):
-        at = f"model.layers.{i}."
-        shapes |= {at + "input_layernorm.weight": (e,), at + "post_attention_layernorm.weight": (e,)}
-        shapes |= {at + f"self_attn.{p}_proj.weight": (n, e) for p, n in (("q", e), ("k", kv), ("v", kv), ("o", e))}
-        shapes |= {at + f"mlp.{p}_proj.weight": (f, e) for p in ("gate", "up")} | {at + "mlp.down_proj.weight": (e, f)}
-    return {name: ramp(name, shape, dtype) for name, shape in shapes.items()}
+    return {name: ramp(name, shape, dtype) for name, shape in llama_shapes(TOY).items()}
 
 
 @pytest.fixture
@@ -563,9 +557,14 @@ def test_names_may_be_native(folder: Path) -> None:
     assert_same(restored(folder, names="native", mesh="tp=2", rank=0), expected(toy(), TOY, {"tp": 2}, 0))
 
 
+def test_live_names_are_those_of_the_disk_where_no_table_says_otherwise(folder: Path) -> None:
+    assert_same(restored(folder, names="transformers"), toy())
+    assert set(meshload.open(folder).with_names("transformers")) == set(toy())
+
+
 def test_a_naming_without_a_table_is_refused(folder: Path) -> None:
-    with pytest.raises(meshload.LayoutError, match="no fast_llm2 table for model_type 'llama'"):
-        restored(folder, names="fast_llm2")
+    with pytest.raises(meshload.LayoutError, match="no flexgen table for model_type 'llama'"):
+        restored(folder, names="flexgen")
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
@@ -638,6 +637,29 @@ def test_stages_of_ones_own(folder: Path) -> None:
 def test_a_pattern_that_matches_nothing_is_told(folder: Path) -> None:
     with pytest.warns(meshload.MeshloadWarning, match=r"layout=: '\*\.oproj\.weight' matches no name"):
         meshload.restore(folder, mesh="tp=2", rank=0, into="numpy", layout={"*.oproj.weight": (None, "tp"), "*": ()})
+
+
+@pytest.mark.parametrize("word", ["include", "exclude"])
+def test_a_choice_that_matches_nothing_is_told(folder: Path, word: str) -> None:
+    globs: Any = {word: ["*.norm.weight", "*.nrom.weight"]}
+    with pytest.warns(meshload.MeshloadWarning, match=rf"{word}=: '\*\.nrom\.weight' matches no name; there are "):
+        found = meshload.restore(folder, mesh="tp=2", rank=0, **globs)
+    assert ("model.norm.weight" in found) == (word == "include")
+
+
+def test_messages_say_what_there_is(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(meshload.LayoutError, match=r"sizes, as in 'pp=2,tp=4'"):
+        meshload.restore(folder, mesh="tp:2", rank=0)
+    with pytest.raises(meshload.LayoutError, match=r"there is no naming 'hff'; there are native, stored, .*transformers"):
+        meshload.restore(folder, mesh="tp=2", rank=0, names="hff")
+    with pytest.raises(meshload.LayoutError, match="make `like` of the checkpoint's sizes"):
+        meshload.restore(folder, like={"model.norm.weight": np.zeros(3, np.float32)})
+    with pytest.raises(meshload.FormatError, match=r"id of the Hugging Face Hub is fetched first"):
+        meshload.open("some-one/A-model-7b")
+    other = write_checkpoint(tmp_path / "a", {"w": np.zeros(2, np.float32)})
+    with pytest.raises(meshload.MissingArray, match=r"it holds w, which config= \(the model's config.json\) may show"):
+        meshload.restore(other, like={"v": np.zeros(2, np.float32)})
+    assert repr(meshload.plan(folder, mesh="tp=2", rank=0)).startswith("Plan(")
 
 
 def test_a_rank_that_holds_nothing_of_a_weight_is_told(folder: Path) -> None:
@@ -729,6 +751,18 @@ def test_b83_a_transformer_prefix_may_be_there_or_not(tmp_path: Path) -> None:
     bare = {n.removeprefix("model."): w for n, w in toy().items()}
     found = restored(write_checkpoint(tmp_path, bare, TOY), mesh="tp=2", rank=1)
     assert_same(found, expected(toy(), TOY, {"tp": 2}, 1))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "bloom", "falcon", "llama"])
+def test_names_under_the_key_model_are_those_of_the_family(tmp_path: Path, family: str) -> None:
+    """As DCP has them of `{"model": model.state_dict()}`."""
+    config = {"model_type": family, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 6}
+    config |= {"intermediate_size": 12, "n_positions": 5, "tie_word_embeddings": False}
+    model = model_of("hf", config)
+    assert model is not None
+    arrays = {name: ramp(name, model.whole_shape(line)) for name, line, _ in model.arrays()}
+    found = restored(write_checkpoint(tmp_path, {f"model.{n}": a for n, a in arrays.items()}, config))
+    assert_same(found, arrays)
 
 
 def test_b42_two_spellings_of_one_name_are_refused(tmp_path: Path) -> None:

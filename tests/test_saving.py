@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import meshload
+from meshload.digests import of_arrays
 from meshload.testing import read_safetensors
 
+from .test_cases import LLAMA, llama
+
 HERE = Path(__file__).parent
+TIED = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 6,
+    "intermediate_size": 16,
+    "tie_word_embeddings": True,
+}
 CHECKS = re.findall(r"^def (check_\w+)", (HERE / "checks_saving.py").read_text(), re.MULTILINE)
 
 
@@ -46,12 +60,32 @@ def test_one_process_saves_a_dict_of_arrays(tmp_path: Path) -> None:
     }
 
 
-def test_one_process_saves_a_module_with_tied_weights_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["hf", "orbax", "dcp"])
+def test_b15_live_tensors_that_share_memory_are_saved_under_each_name(to: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     module = torch.nn.ModuleDict({"embed": torch.nn.Embedding(5, 3), "head": torch.nn.Linear(3, 5, bias=False)})
     module["head"].weight = module["embed"].weight
-    meshload.save(tmp_path / "out", module, to="hf")
-    assert list(read_safetensors(tmp_path / "out" / "model.safetensors")) == ["embed.weight"]
+    flat = torch.arange(24.0)
+    state = {**module.state_dict(), "first": flat[:12].view(3, 4), "second": flat[8:20].view(4, 3)}
+    for folder, tensors in (("module", module), ("state", state)):
+        meshload.save(tmp_path / folder, tensors, to=to)
+        found = meshload.open(tmp_path / folder)
+        expected = tensors.state_dict() if tensors is module else tensors
+        assert set(found) == set(expected)
+        for name, tensor in expected.items():
+            assert np.asarray(found[name]).tobytes() == tensor.numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax", "dcp"])
+def test_b15_what_the_config_ties_is_saved_once_from_one_memory(to: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    tied = torch.arange(48.0).reshape(6, 8)
+    arrays = {"lm_head.weight": tied, "model.embed_tokens.weight": tied, "model.norm.weight": torch.ones(8)}
+    meshload.save(tmp_path / "out", arrays, to=to, config=TIED)
+    found = meshload.open(tmp_path / "out", config=TIED)
+    assert set(found) == {"model.embed_tokens.weight", "model.norm.weight"}
+    assert found.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert np.asarray(found["lm_head.weight"]).tobytes() == tied.numpy().tobytes()
 
 
 def test_what_is_no_array_is_named(tmp_path: Path) -> None:
@@ -61,15 +95,54 @@ def test_what_is_no_array_is_named(tmp_path: Path) -> None:
         meshload.save(tmp_path / "out", {}, to="hf")
 
 
+@pytest.mark.parametrize("to", ["hf", "orbax", "dcp"])
+def test_arrays_of_the_other_byte_order_are_saved_with_their_values(to: str, tmp_path: Path) -> None:
+    values = np.arange(6, dtype=">f4").reshape(2, 3)
+    meshload.save(tmp_path / "out", {"w": values}, to=to)
+    assert np.asarray(meshload.open(tmp_path / "out")["w"]).tolist() == values.tolist()
+    told = meshload.digest(tmp_path / "out").arrays["w"]
+    assert told == of_arrays({"w": values}).arrays["w"] == of_arrays({"w": values.astype("<f4")}).arrays["w"]
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [{"w": np.asarray([1, "x"], object)}, {"w": np.asarray(["x"])}, {"w": np.zeros(2, [("a", "f4")])}, {5: np.ones(2)}],
+    ids=["objects", "text", "fields", "a number for a name"],
+)
+def test_what_holds_no_numbers_or_has_no_name_is_told(arrays: Any, tmp_path: Path) -> None:
+    with pytest.raises(meshload.LayoutError, match="arrays of numbers were expected"):
+        meshload.save(tmp_path / "out", arrays, to="hf")
+    assert os.listdir(tmp_path) == []
+
+
+def test_sparse_tensors_of_torch_are_told_and_views_of_one_element_are_saved(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(meshload.LayoutError, match=r"'w': torch\.sparse_coo"):
+        meshload.save(tmp_path / "out", {"w": torch.eye(3).to_sparse()}, to="hf")
+    meshload.save(tmp_path / "out", {"w": torch.arange(6.0)[1:3:2], "n": torch.tensor([1 + 2j]).conj().imag}, to="hf")
+    assert {n: np.asarray(a).tolist() for n, a in meshload.open(tmp_path / "out").items()} == {"n": [-2.0], "w": [1.0]}
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax", "megatron"])
+def test_a_config_of_another_model_is_refused_before_anything_is_written(to: str, tmp_path: Path) -> None:
+    with pytest.raises(meshload.LayoutError, match=r"its shape is .*; llama's config gives"):
+        meshload.save(tmp_path / "out", llama(), to=to, config=LLAMA | {"hidden_size": 2 * LLAMA["hidden_size"]})
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_name_that_is_no_text_is_refused_by_orbax(tmp_path: Path) -> None:
+    with pytest.raises(meshload.LayoutError, match="no text"):
+        meshload.save(tmp_path / "out", {"\ud800": np.ones(2)}, to="orbax")
+    assert os.listdir(tmp_path) == []
+
+
 def test_tied_arrays_that_differ_are_not_saved_as_one(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 6}
-    config |= {"intermediate_size": 16, "tie_word_embeddings": True}
     arrays = {"model.embed_tokens.weight": np.ones((6, 8), "f4"), "lm_head.weight": np.ones((6, 8), "f4")}
-    meshload.save(tmp_path / "same", arrays, to="hf", config=config)
+    meshload.save(tmp_path / "same", arrays, to="hf", config=TIED)
     assert list(read_safetensors(tmp_path / "same" / "model.safetensors")) == ["model.embed_tokens.weight"]
     arrays["lm_head.weight"][3, 4] = 2
     with pytest.raises(meshload.LayoutError, match=r"model\.embed_tokens\.weight: the config ties"):
-        meshload.save(tmp_path / "other", arrays, to="hf", config=config)
+        meshload.save(tmp_path / "other", arrays, to="hf", config=TIED)
 
 
 def test_every_dtype_and_every_stride_of_torch_is_saved(tmp_path: Path) -> None:

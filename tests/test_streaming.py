@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,7 @@ from meshload.pieces import table
 from meshload.planning import Plan, plan_array
 from meshload.reading import values_of
 from meshload.source import LocalFile
-from meshload.testing import Counted, InMemory, ramp, same_bits, write_checkpoint, write_safetensors
+from meshload.testing import Counted, InMemory, llama_shapes, ramp, same_bits, write_checkpoint, write_safetensors
 
 pytest.importorskip("torch")
 pytest.importorskip("hypothesis")
@@ -128,14 +129,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    e, f, v, kv = 32, 48, 97, 16
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, e), "model.norm.weight": (e,), "lm_head.weight": (v, e)}
-    for i in range(2):
-        at = f"model.layers.{i}."
-        shapes |= {at + "input_layernorm.weight": (e,), at + "post_attention_layernorm.weight": (e,)}
-        shapes |= {at + f"self_attn.{p}_proj.weight": (n, e) for p, n in (("q", e), ("k", kv), ("v", kv), ("o", e))}
-        shapes |= {at + f"mlp.{p}_proj.weight": (f, e) for p in ("gate", "up")} | {at + "mlp.down_proj.weight": (e, f)}
-    arrays = {name: ramp(name, shape) for name, shape in shapes.items()}
+    arrays = {name: ramp(name, shape) for name, shape in llama_shapes(CONFIG).items()}
     return write_checkpoint(tmp_path_factory.mktemp("llama"), arrays, CONFIG, shards=3)
 
 
@@ -325,6 +319,38 @@ def test_a_copy_is_only_begun_and_waited_for_before_its_memory_is_used_again(cud
     assert ring.memory(16)[:8].base is memory.base
     assert cuda.left == 0
     assert landed.tensor[1].tolist() == [1, 2]
+
+
+def test_what_is_copied_is_kept_until_it_has_arrived(cuda: Streams) -> None:
+    ring = _cuda.Ring(lambda _: "cpu", lambda dtype, _: getattr(torch, dtype.name))
+    landed = ring.landing("w", (8,), np.dtype("float32"), None, None)  # type: ignore[arg-type]
+    assert landed is not None
+    values = np.arange(8, dtype=np.float32)
+    there = weakref.ref(values)
+    landed.write(0, values)
+    cuda.waiting[0].copies.clear()  # which hold it, as a device does not
+    del values
+    assert there() is not None
+    ring.wait()
+    assert there() is None
+
+
+def test_a_copy_is_waited_for_even_where_what_follows_it_fails(cuda: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = _cuda.Ring(lambda _: "cpu", lambda dtype, _: getattr(torch, dtype.name))
+    landed = ring.landing("w", (8,), np.dtype("float32"), None, None)  # type: ignore[arg-type]
+    assert landed is not None
+    delayed = torch.Tensor.copy_
+
+    def full(there: Any, here: Any, non_blocking: bool = False) -> None:
+        delayed(there, here, non_blocking=non_blocking)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "copy_", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        landed.write(0, np.arange(8, dtype=np.float32))
+    assert cuda.left == 1
+    ring.wait()
+    assert cuda.left == 0
 
 
 def test_memory_that_is_filled_again_too_early_gives_wrong_bytes(

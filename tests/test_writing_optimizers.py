@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshload.naming import model_of
 from meshload.source import LocalFolder
 from meshload.testing import ramp, same_bits, write_checkpoint
 from meshload_adapters._distcp import read_listing
+from meshload_adapters._megatron import plain
 from meshload_adapters._pickle import Record
 from meshload_adapters._torch_file import Tensor, TorchFile
 from meshload_adapters.formats.dcp import DCP
@@ -85,11 +87,22 @@ def test_dcp_has_what_deepspeed_had(tmp_path: Path, golden: str) -> None:
     assert {key: found.meta["objects"][f"optim.param_groups.0.{key}"] for key in told} == told
 
 
+def test_deepspeed_has_the_hyperparameters_that_dcp_had(tmp_path: Path) -> None:
+    src = meshload.open(GOLDEN / "dcp/hsdp/checkpoint")
+    to = DeepSpeed(stage=1, parameters=list(src))
+    meshload.convert(src, tmp_path / "out", to=to, mesh="dp=2", layout="replicated", optimizer=True)
+    (group,) = meshload.open(tmp_path / "out").meta["optimizer"]["param_groups"]
+    told = {key: src.meta["objects"][f"optim.param_groups.0.{key}"] for key in ("lr", "betas", "eps", "weight_decay")}
+    assert {key: group[key] for key in told} == told
+    assert meshload.verify(src, tmp_path / "out", optimizer=True).problems == ()
+
+
 MEGATRON = {
     "legacy-tp2-dp2-bf16-distopt": ("llama", 2),
     "legacy-pp2-vp2-bf16-tied": ("llama", None),
     "legacy-tp2-pp2-fp32": ("llama", None),
-    "td-tp2-dp2-fp32-distopt-dpre-qwen2": ("qwen2", 2),
+    "td-tp2-dp2-fp32-distopt-dpre-qwen2": ("qwen2", None),
+    "td-ep2-fp32-moe": ("mixtral", None),
 }
 """Golden folder -> its family, and how many steps were taken, where it does not tell that."""
 
@@ -110,6 +123,7 @@ def test_dcp_has_what_megatron_had_and_torch_loads_it(tmp_path: Path, golden: st
     objects = dict(found.meta["objects"])
     assert sorted(objects.pop("optim.param_groups.0.params")) == sorted(src)
     assert {key: objects[f"optim.param_groups.0.{key}"] for key in HYPER} == HYPER
+    assert objects["optim.param_groups.0.decoupled_weight_decay"] is True  # as Megatron's groups say
     assert not any(key.startswith("optim.param_groups.1.") or key.endswith(("wd_mult", "max_lr")) for key in objects)
     arrays = {f"optim.state.{n}.{kind}": a for kind, of in src.optimizer.items() for n, a in of.items()}
     tensors = {key: torch.zeros(a.shape) for key, a in arrays.items()}
@@ -117,13 +131,20 @@ def test_dcp_has_what_megatron_had_and_torch_loads_it(tmp_path: Path, golden: st
     assert [key for key, a in arrays.items() if not same_bits(tensors[key].numpy(), a)] == []
 
 
-def test_what_megatrons_groups_decay_is_not_guessed(tmp_path: Path) -> None:
-    src = meshload.open(GOLDEN / "megatron/legacy-tp2-pp2-fp32", config={"model_type": "llama"})
+@pytest.mark.parametrize("golden", ["legacy-tp2-pp2-fp32", "td-tp2-dp2-fp32-distopt-dpre-qwen2", "td-ep2-fp32-moe"])
+def test_what_megatrons_groups_decay_is_not_guessed(tmp_path: Path, golden: str) -> None:
+    src = meshload.open(GOLDEN / "megatron" / golden, config={"model_type": MEGATRON[golden][0]})
     assert src.meta["optimizer"]["step"] == 2
-    assert [group["wd_mult"] for group in src.meta["optimizer"]["param_groups"]] == [1.0, 0.0]
+    decays = [1.0, 0.0, 1.0] if "moe" in golden else [1.0, 0.0]  # with a group of experts
+    assert [group["wd_mult"] for group in src.meta["optimizer"]["param_groups"]] == decays
     for given in (None, {"lr": 0.1}):
-        with pytest.raises(LayoutError, match="has 2 groups, and does not tell which of them"):
+        with pytest.raises(LayoutError, match=f"has {len(decays)} groups, and does not tell which of them"):
             meshload.convert(src, tmp_path / "out", to=DCP(hyperparameters=given), optimizer=True)
+    meshload.convert(src, tmp_path / "out", to=DCP(hyperparameters={"weight_decay": 0.3}), optimizer=True)
+    found = meshload.open(tmp_path / "out").meta["objects"]
+    told = {key: found[f"optim.param_groups.0.{key}"] for key in HYPER}
+    assert told == {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3}
+    assert not any(key.startswith("optim.param_groups.1.") for key in found)
 
 
 def test_what_the_source_does_not_tell_is_asked_for_or_left_to_the_loader(tmp_path: Path) -> None:
@@ -139,6 +160,14 @@ def test_what_the_source_does_not_tell_is_asked_for_or_left_to_the_loader(tmp_pa
     with pytest.raises(LayoutError, match=r"has 2 groups, and does not tell which of them a\.weight, b\.weight is in"):
         meshload.convert(several, tmp_path / "out", to="dcp", optimizer=True)
     assert not (tmp_path / "out").exists()
+    named = replace(several, meta={**several.meta, "groups": [["b.weight"], ["a.weight"]]})  # as DeepSpeed tells
+    meshload.convert(named, tmp_path / "two", to="dcp", optimizer=True)
+    assert dict(meshload.open(tmp_path / "two").meta["objects"]) == {
+        "optim.param_groups.0.lr": 0.1,
+        "optim.param_groups.0.params": ["b.weight"],
+        "optim.param_groups.1.lr": 0.2,
+        "optim.param_groups.1.params": ["a.weight"],
+    }
     meshload.convert(several, tmp_path / "one", to=DCP(hyperparameters={"lr": 0.3}), optimizer=True)
     found = meshload.open(tmp_path / "one")
     assert dict(found.meta["objects"]) == {"optim.param_groups.0.lr": 0.3, "optim.param_groups.0.params": list(arrays)}
@@ -245,19 +274,22 @@ LLAMA |= {"vocab_size": 26, "num_key_value_heads": 2, "tie_word_embeddings": Fal
 GROUP = {**HYPER, "amsgrad": False, "maximize": False, "foreach": None}
 
 
-def trained(folder: Path, dtype: str = "float32", *, masters: bool = False, group: Mapping[str, Any] = GROUP) -> Checkpoint:
-    """Return a Llama in the midst of its training, as DeepSpeed tells of it; all values tell their places."""
-    model = model_of("hf", LLAMA)
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def trained(folder: Path, dtype: str = "float32", *, masters: bool = False, config: Mapping[str, Any] = LLAMA) -> Checkpoint:
+    """Return a model in the midst of its training, as DeepSpeed tells of it; all values tell their places."""
+    model = model_of("hf", config)
     assert model is not None
     shapes = {name: model.whole_shape(line) for name, line, _ in model.arrays()}
     kinds = ("exp_avg", "exp_avg_sq", *(("master",) if masters else ()))
     weights = {n: ramp(n, shape, np.dtype(getattr(ml_dtypes, dtype, dtype))) for n, shape in shapes.items()}
-    found = meshload.open(write_checkpoint(folder / "weights", weights, LLAMA))
+    found = meshload.open(write_checkpoint(folder / "weights", weights, config))
     moments = {}
     for kind in kinds:
         arrays = {n: ramp(f"{kind}.{n}", shape) for n, shape in shapes.items()}
-        moments[kind] = dict(meshload.open(write_checkpoint(folder / kind, arrays, LLAMA)))
-    meta = {**found.meta, "optimizer": {"step": 7, "param_groups": [dict(group)]}}
+        moments[kind] = dict(meshload.open(write_checkpoint(folder / kind, arrays, config)))
+    meta = {**found.meta, "optimizer": {"step": 7, "param_groups": [dict(GROUP)]}}
     return with_views(replace(found, optimizer=moments, meta=meta, views={}))
 
 
@@ -290,9 +322,15 @@ def test_megatron_core_keeps_moments_and_masters(
     assert (f"optimizer.state.{word}.{key}" in listed.tensors) == (distributed or dtype == "bfloat16")
 
 
+def saved_optimizer(folder: Path) -> Any:
+    """Return what `common.pt` has of the optimizer."""
+    (file,) = folder.rglob("common.pt")
+    return plain(TorchFile.open(LocalFolder(file.parent).file("common.pt")).root["optimizer"])
+
+
 def test_megatron_cores_groups_are_those_that_megatron_looks_up(tmp_path: Path) -> None:
     meshload.convert(trained(tmp_path), tmp_path / "out", to="megatron_core", optimizer=True)
-    optimizer = meshload.open(tmp_path / "out").meta["optimizer"]
+    optimizer = saved_optimizer(tmp_path / "out")
     assert optimizer["param_state_sharding_type"] == "fully_reshardable"
     groups = optimizer["optimizer"]["param_groups"]
     keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -322,19 +360,13 @@ def test_an_optimizer_of_megatron_goes_on_as_a_reshardable_one(tmp_path: Path, g
 
 def test_experts_have_an_optimizer_of_their_own_as_megatron_wrote_it(tmp_path: Path) -> None:
     theirs = meshload.open(GOLDEN / "megatron/td-ep2-fp32-moe", config={"model_type": "mixtral"})
-    to = MegatronCore(distributed_optimizer=False, transformer_impl="local", hyperparameters=GROUP)
+    to = MegatronCore(distributed_optimizer=False, transformer_impl="local")
     meshload.convert(theirs, tmp_path / "out", to=to, mesh="ep=2", optimizer=True)
     mine = meshload.open(tmp_path / "out")
     assert same_states(theirs.with_names("hf"), mine.with_names("hf"))
     assert mine.meta["optimizer"]["step"] == theirs.meta["optimizer"]["step"] == 2
-    keys = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", *HYPER)
-    groups = [
-        [[{key: group[key] for key in keys} for group in part.meta["optimizer"][i]["param_groups"]] for i in range(2)]
-        for part in (mine, theirs)
-    ]
-    decayed = [{**group, "weight_decay": HYPER["weight_decay"] * group["wd_mult"]} for group in groups[1][0]]  # by its scheduler
-    assert groups[0] == [decayed, groups[1][1]]
-    assert [set(mine.meta["optimizer"][i]) for i in range(2)] == [set(theirs.meta["optimizer"][i]) for i in range(2)]
+    saved = [saved_optimizer(folder) for folder in (tmp_path / "out", GOLDEN / "megatron/td-ep2-fp32-moe")]
+    assert saved[0] == saved[1]
     chunks = []
     for folder in (tmp_path / "out", GOLDEN / "megatron/td-ep2-fp32-moe"):
         file = next(folder.rglob(".metadata"))
@@ -343,6 +375,29 @@ def test_experts_have_an_optimizer_of_their_own_as_megatron_wrote_it(tmp_path: P
         chunks.append({n: set(t.sizes.items()) for n, t in tensors.items() if "optimizer." in n and not n.endswith(padded)})
     assert chunks[0] == chunks[1]
     assert "optimizer.state.exp_avg.decoder.layers.mlp.experts.experts.linear_fc1.weight" in chunks[0]
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_have_one_where_they_are_shared_over_ranks(tmp_path: Path, ep: int, distributed: bool) -> None:
+    src = trained(tmp_path, "bfloat16", masters=True, config=MIXTRAL)
+    to = MegatronCore(distributed_optimizer=distributed)
+    meshload.convert(src, tmp_path / "out", to=to, mesh=f"ep={ep}", optimizer=True)
+    found = meshload.open(tmp_path / "out", config=MIXTRAL)
+    assert (found.problems, dict(found.unavailable), found.meta["optimizer"]["step"]) == ((), {}, 7)
+    assert same_states(src, found.with_names("hf"))
+    optimizer = saved_optimizer(tmp_path / "out")
+    parts = [optimizer[i] for i in sorted(optimizer)] if ep > 1 else [optimizer]
+    groups = [[(g["is_expert_parallel"], g["wd_mult"]) for g in part["optimizer"]["param_groups"]] for part in parts]
+    assert groups == [[(False, 1.0), (False, 0.0)], [(True, 1.0)]][:ep]
+    told = [group for part in parts for group in part["optimizer"]["param_groups"]]
+    assert [{key: group[key] for key in GROUP} for group in told] == [
+        {**GROUP, "weight_decay": GROUP["weight_decay"] * group["wd_mult"]} for group in told
+    ]
+    meshload.convert(found, tmp_path / "again", to=to, mesh=f"ep={3 - ep}", optimizer=True)
+    again = meshload.open(tmp_path / "again", config=MIXTRAL)
+    assert same_states(src, again.with_names("hf"))
+    assert len(again.meta["optimizer"]["param_groups"]) == 4 - ep
 
 
 def test_what_megatron_core_cannot_hold_of_an_optimizer_is_refused(tmp_path: Path) -> None:
@@ -357,9 +412,6 @@ def test_what_megatron_core_cannot_hold_of_an_optimizer_is_refused(tmp_path: Pat
             meshload.convert(told, out, to="megatron_core", optimizer=True)
     with pytest.raises(LayoutError, match=r"Megatron has exp_avg_sq of all weights; of 27, .* lack it"):
         meshload.convert(src, out, to="megatron_core", optimizer=["exp_avg"])
-    experts = meshload.open(GOLDEN / "megatron/td-ep2-fp32-moe", config={"model_type": "mixtral"})
-    with pytest.raises(LayoutError, match=r"for experts, which is not written as a distributed.*distributed_optimizer=False"):
-        meshload.convert(experts, out, to="megatron_core", optimizer=True)
     assert not out.exists()
 
 
@@ -483,11 +535,11 @@ def test_what_legacy_megatron_cannot_hold_of_an_optimizer_is_refused(tmp_path: P
 
 
 FORMS = {
+    "universal": ("universal", None),
     "core": (MegatronCore(), "tp=2"),
     "core_plain": (MegatronCore(distributed_optimizer=False), "pp=2,tp=2"),
     "legacy": (Megatron(), "pp=2,tp=2"),
     "legacy_plain": (Megatron(distributed_optimizer=False, virtual=2), "pp=2,tp=2"),
-    "universal": ("universal", None),
 }
 
 
@@ -495,9 +547,8 @@ def test_megatrons_forms_made_of_one_another_are_those_made_of_the_source(tmp_pa
     src = trained(tmp_path, "bfloat16", masters=True)
     for form, (to, mesh) in FORMS.items():
         meshload.convert(src, tmp_path / form, to=to, mesh=mesh, optimizer=True)
-    for one in FORMS:
-        for other in FORMS.keys() - {one, "universal"}:
-            to, mesh = FORMS[other]
-            out = tmp_path / f"{one} to {other}"
-            meshload.convert(tmp_path / one, out, to=to, mesh=mesh, config=LLAMA, optimizer=True)
-            assert differing(tmp_path / other, out) == [], (one, other)
+    for one, other in (*pairwise(FORMS), ("legacy_plain", "core")):
+        to, mesh = FORMS[other]
+        out = tmp_path / f"{one} to {other}"
+        meshload.convert(tmp_path / one, out, to=to, mesh=mesh, config=LLAMA, optimizer=True)
+        assert differing(tmp_path / other, out) == [], (one, other)

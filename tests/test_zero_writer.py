@@ -37,6 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 COPIES = {"*.dense.bias": None, "*.linear2.bias": None}
 """What GPT-NeoX has without `gpt_j_residual`."""
+GOLDEN = Path(__file__).parent / "golden/deepspeed"
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 GROUPS = [{"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}, {"lr": 0.2, "betas": (0.9, 0.95), "weight_decay": 0.0}]
 
@@ -62,7 +63,9 @@ def trained(folder: Path, family: str, dtype: Any = np.float32, names: str = "hf
         held = meshload.open(write_checkpoint(folder / kind, arrays))
         moments[kind] = dict(held.arrays)
     made = with_views(replace(weights, optimizer=moments, names="native")).with_names(names)
-    ordered = sorted(made, key=lambda n: int(n.split(".")[0])) if names == "gpt_neox" else list(made)
+    ordered = (
+        sorted(made, key=lambda n: -1 if n.startswith("tied") else int(n.split(".")[0])) if names == "gpt_neox" else list(made)
+    )
     groups = [[n for n in ordered if (made[n].ndim > 1) is is_matrix] for is_matrix in (True, False)]
     return replace(made, meta={**made.meta, "groups": groups, "optimizer": {"step": 7, "param_groups": GROUPS}})
 
@@ -275,7 +278,7 @@ def test_pipelines_are_read_and_written_with_other_stages(tmp_path: Path) -> Non
 
 
 def test_a_tie_of_a_pipeline_is_written_where_its_layer_is_told(tmp_path: Path) -> None:
-    golden = meshload.open(Path(__file__).parent / "golden/deepspeed/pp2-dp2-bf16opt-tied")
+    golden = meshload.open(GOLDEN / "pp2-dp2-bf16opt-tied")
     assert golden.meta["tied"] == {"embed": 0}
     meshload.convert(
         golden, tmp_path / "out", to=DeepSpeed(stage=1, pipeline=True), mesh="dp=3", layout="replicated", optimizer=True
@@ -292,6 +295,95 @@ def test_a_tie_of_a_pipeline_is_written_where_its_layer_is_told(tmp_path: Path) 
         meshload.convert(untold, tmp_path / "not", to=DeepSpeed(stage=1, pipeline=True), layout="replicated", mesh="dp=2")
 
 
+def tied_neox(folder: Path) -> Checkpoint:
+    """Return a GPT-NeoX whose head is its embedding, in its library's names."""
+    CONFIGS["tied"] = {**CONFIGS["gpt_neox"], "tie_word_embeddings": True}
+    return trained(folder, "tied", names="gpt_neox")
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "pp=2,dp=16", "pp=4,tp=2,dp=3", "pp=1,dp=5"])
+def test_a_tie_over_stages_is_in_the_file_of_its_layer_and_in_the_partitions_of_each_stage_that_uses_it(
+    tmp_path: Path, mesh: str
+) -> None:
+    src, tie = tied_neox(tmp_path / "src"), "tied_modules.embed.word_embeddings.weight"
+    assert src.aliases == {"8.final_linear.weight": tie}
+    meshload.convert(src, tmp_path / "out", to=DeepSpeed(stage=1, pipeline=True, cut=COPIES), mesh=mesh, optimizer=True)
+    back = meshload.open(tmp_path / "out", config=CONFIGS["tied"])
+    assert back.problems == ()
+    assert differing(src, back) == []
+    assert (back.meta["groups"], back.meta["tied"]) == (src.meta["groups"], {"embed": 0})
+    assert meshload.check(tmp_path / "out", copies=True).ok
+    ranks, tag = back.meta["ranks"], tmp_path / "out/global_step7"
+    assert {f.name[:8] for f in tag.glob("layer_*")} == {f"layer_{n:02d}" for n in (0, 2, 3, 4, 5, 7)}
+    files = stored(tmp_path / "out")
+    for mp in range(ranks["pp"] * ranks["tp"]):
+        (stage, t), rows = divmod(mp, ranks["tp"]), 26 // ranks["tp"]
+        shapes = root_of(tag / f"mp_rank_{mp:02d}_model_states.pt")["param_shapes"][0]
+        assert (next(iter(shapes)) == tie) is (stage in (0, ranks["pp"] - 1))
+        if tie in shapes:
+            key = f"_mp_rank_{mp:02d}_optim_states.optimizer_state_dict.single_partition_of_fp32_groups.0"
+            flat = np.concatenate([np.asarray(files[f"zero_pp_rank_{d}{key}"]) for d in range(ranks["dp"])])
+            master = np.asarray(src.optimizer["master"][tie])[t * rows : (t + 1) * rows]
+            assert same_bits(flat[: master.size], master.reshape(-1))
+
+
+def test_tensor_parallel_ranks_may_share_an_array_in_any_boxes(tmp_path: Path) -> None:
+    src = trained(tmp_path / "src", "llama")  # 26 rows of the vocabulary, two kv heads
+    for stage in (1, 3):
+        out = tmp_path / str(stage)
+        made = replace(src, arrays=src.optimizer["master"]) if stage == 3 else src
+        meshload.convert(made, out, to=DeepSpeed(stage=stage), mesh="tp=4,dp=3", optimizer=True)
+        assert differing(made, meshload.open(out)) == []
+        assert meshload.check(out, copies=True).ok  # norms are cut otherwise by the last rank's partitions
+    files, k = stored(tmp_path / "1"), "model.layers.1.self_attn.k_proj.weight"
+    whole = np.asarray(src[k])
+    for t in range(4):
+        states = root_of(tmp_path / f"1/global_step7/mp_rank_{t:02d}_model_states.pt")
+        assert same_bits(files[f"mp_rank_{t:02d}_model_states.module.{k}"], whole[4 * (t // 2) : 4 * (t // 2) + 4])
+    maps = states["universal_checkpoint_info"]["affine_map"]["params"]
+    told = maps[r"model\.layers\.[0-9]+\.self_attn\.k_proj\.weight$"]
+    assert [told["ranks"][t]["pieces"][0]["locations"] for t in range(4)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert maps[r"lm_head\.weight$"]["ranks"][3] == {
+        "shard_shape": [5, 16],
+        "pieces": [{"shape": [5, 16], "source": [336, [16, 1]], "dest": [0, [16, 1]], "locations": [3]}],
+    }
+
+
+def test_experts_are_written_as_deepspeed_writes_them_and_come_back_from_other_ranks(tmp_path: Path) -> None:
+    golden = GOLDEN / "moe-ep2-dp2-z2-fp32"
+    src = meshload.open(golden)
+    assert [n.split(".")[-3] for n in src.meta["groups"][1]] == list("000111222333")
+    for i, mesh in enumerate(("dp=1,ep=2", "dp=2,ep=4", "dp=3,ep=1", "ep=2")):
+        made = meshload.open(tmp_path / str(i - 1)) if i else src
+        to = DeepSpeed(stage=2 - i % 2)
+        meshload.convert(made, tmp_path / str(i), to=to, mesh=mesh, layout="replicated", optimizer=True)
+        back = meshload.open(tmp_path / str(i))
+        assert back.problems == ()
+        assert differing(src, back) == []
+        assert back.meta["groups"] == src.meta["groups"]
+        experts = back.meta["optimizer"]["param_groups"][1]
+        assert (experts["name"], experts["moe"]) == (f"ep_size_{mesh[-1]}", True)
+    theirs, tag = golden / "global_step2", tmp_path / "0/global_step2"
+    assert sorted(f.name for f in tag.iterdir()) == sorted(f.name for f in theirs.iterdir())
+    expected = stored(golden, "global_step2")
+    for out in (tmp_path / "0", tmp_path / "3"):
+        found = stored(out, "global_step2")
+        assert sorted(found) == sorted(expected)
+        assert [n for n, a in expected.items() if not same_bits(found[n], a)] == []
+    ours, its = (root_of(folder / "mp_rank_00_model_states.pt") for folder in (tag, theirs))
+    assert [list(ours[k]) for k in ("param_shapes", "num_experts", "module")] == [
+        list(its[k]) for k in ("param_shapes", "num_experts", "module")
+    ]
+    for rank in range(2):
+        file = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        one, other = (root_of(folder / file)["optimizer_state_dict"] for folder in (tag, theirs))
+        assert [(k, one[k]) for k in ("partition_count", "group_paddings", "param_alignment_paddings")] == [
+            (k, other[k]) for k in ("partition_count", "group_paddings", "param_alignment_paddings")
+        ]
+        for mine, its in zip(one["param_slice_mappings"], other["param_slice_mappings"], strict=True):
+            assert {n: f.state for n, f in mine.items()} == {n: f.state for n, f in its.items()}
+
+
 def test_what_no_engine_could_have_saved_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     llama, neox = trained(tmp_path / "llama", "llama"), trained(tmp_path / "neox", "gpt_neox")
 
@@ -304,9 +396,14 @@ def test_what_no_engine_could_have_saved_is_refused_before_anything_is_written(t
     refused("a pipeline's arrays are called LAYER.KEY", llama, DeepSpeed(stage=1, pipeline=True), "pp=2", names="hf")
     shown = trained(tmp_path / "shown", "gpt_neox", names="gpt_neox")
     refused("engines of pipelines have stage 1", shown, DeepSpeed(stage=3, pipeline=True), "pp=2")
-    refused(r"embed_tokens.weight: the 4 ranks of tp hold .*\(7, 16\) at \(0, 0\).* of \(26, 16\)", llama, DeepSpeed(), "tp=4")
+    beyond = r"embed_tokens.weight: the 16 ranks of tp hold .*\(2, 16\) at \(0, 0\).* of \(26, 16\)"  # its last ranks have none
+    refused(beyond, llama, DeepSpeed(), "tp=16", layout=Layout({"vocab": "tp"}))
     refused("the layout cuts it over dp, which ZeRO itself does", neox, DeepSpeed(), "tp=2,dp=2", layout=Layout.default(dp="cut"))
-    refused("ep=2: only pp, tp and dp", llama, DeepSpeed(), "ep=2")
+    refused("ep=2: no array is an expert's of DeepSpeed's MoE", llama, DeepSpeed(parameters=list(llama)), "ep=2")
+    refused("cp=2: only pp, tp, dp and ep", llama, DeepSpeed(), "cp=2")
+    moe = meshload.open(GOLDEN / "moe-ep2-dp2-z2-fp32")
+    refused("engines of stage 1 or 2 without a pipeline can have experts", moe, DeepSpeed(stage=3), "ep=2", layout="replicated")
+    refused("are 4 experts, of which ranks have equal numbers", moe, DeepSpeed(), "ep=3", layout="replicated")
     refused("which cannot be written, and one of which all have copies without", shown, DeepSpeed(stage=1, pipeline=True), "tp=2")
     tied = trained(tmp_path / "qwen2", "qwen2")
     refused("gpt_neox", tied, DeepSpeed(stage=1, pipeline=True), "pp=2")
@@ -330,23 +427,21 @@ def test_b15_a_tie_is_written_once_and_told(tmp_path: Path, stage: int) -> None:
         assert states[1]["shared_params"] == {}
 
 
-def test_b16_heads_that_ranks_would_repeat_are_refused_and_others_written_once(tmp_path: Path) -> None:
+def test_b16_heads_that_ranks_repeat_are_written_for_each_and_others_once(tmp_path: Path) -> None:
     config = {**CONFIGS["llama"], "vocab_size": 28, "num_attention_heads": 8, "num_key_value_heads": 4}
     model = model_of("hf", config)
     assert model is not None
     shapes = {name: model.whole_shape(line) for name, line, _ in model.arrays()}
     src = write_checkpoint(tmp_path / "src", {n: ramp(n, s) for n, s in shapes.items()}, config)
     to = DeepSpeed(stage=1, parameters=list(shapes))
-    name = r"model.layers.\d.self_attn.k_proj.weight"
-    layout = Layout({"heads": "tp"})
-    with pytest.raises(meshload.LayoutError, match=rf"{name}: the 8 ranks of tp hold \(2, 16\) at \(0, 0\), \(2, 16\) at \(0, 0\)"):
-        meshload.convert(src, tmp_path / "out", to=to, mesh="tp=8", layout=layout)
-    meshload.convert(src, tmp_path / "out", to=to, mesh="tp=4")
-    found = stored(tmp_path / "out", "global_step0")
     whole = np.asarray(meshload.open(src)["model.layers.1.self_attn.k_proj.weight"])
-    for t in range(4):
-        shard = found[f"mp_rank_{t:02d}_model_states.module.model.layers.1.self_attn.k_proj.weight"]
-        assert same_bits(shard, whole[2 * t : 2 * t + 2])
+    for ranks in (8, 4):
+        meshload.convert(src, tmp_path / str(ranks), to=to, mesh={"tp": ranks}, layout=Layout({"heads": "tp"}))
+        found = stored(tmp_path / str(ranks), "global_step0")
+        for t in range(ranks):
+            shard, head = found[f"mp_rank_{t:02d}_model_states.module.model.layers.1.self_attn.k_proj.weight"], 4 * t // ranks
+            assert same_bits(shard, whole[2 * head : 2 * head + 2])
+        assert same_bits(meshload.open(tmp_path / str(ranks))["model.layers.1.self_attn.k_proj.weight"], whole)
 
 
 def test_b51_nothing_is_there_until_all_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

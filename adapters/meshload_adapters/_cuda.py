@@ -73,10 +73,13 @@ class Ring:
 
         piece = self._piece()
         stream, event = piece.stream_to(there.device, self._before)
-        with torch.cuda.stream(stream):
-            arrived = here if here.dtype == there.dtype else here.to(there.device, non_blocking=True)
-            there.copy_(arrived, non_blocking=True)
-        event.record(stream)
+        piece.going.append(here)
+        try:
+            with torch.cuda.stream(stream):
+                arrived = here if here.dtype == there.dtype else here.to(there.device, non_blocking=True)
+                there.copy_(arrived, non_blocking=True)
+        finally:  # a cast that finds no memory comes behind a copy that has begun
+            event.record(stream)
 
     def _piece(self) -> _Piece:
         piece: _Piece | None = getattr(self._mine, "piece", None)
@@ -92,6 +95,8 @@ class _Piece:
 
     memory: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     streams: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    going: list[Any] = field(default_factory=list)
+    """What is copied, which may lie in memory of its own: what a step or a cast gave."""
 
     def stream_to(self, device: Any, before: dict[Any, Any]) -> tuple[Any, Any]:
         import torch
@@ -106,6 +111,7 @@ class _Piece:
     def wait(self) -> None:
         for _, event in self.streams.values():
             event.synchronize()
+        self.going.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,5 +154,5 @@ def pinned(nbytes: int) -> NDArray[np.uint8]:
     """Return page-locked memory; torch keeps what is given back, so that a second call finds it."""
     import torch
 
-    found: NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    found: NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     return found

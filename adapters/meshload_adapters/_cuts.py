@@ -35,10 +35,13 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from meshload.array import Array, Step, concatenate
 from meshload.box import Shape, row_major
 from meshload.errors import LayoutError, MeshloadError, listing
 from meshload.pieces import Pieces, union
+from meshload.planning import meetings
 
 from ._pickle import Record
 from ._zero import Refused, dict_of, is_count, is_list, is_number, is_shape, names_of
@@ -89,7 +92,7 @@ class AffineCut:
     shape: Shape
     shards: Sequence[Shape]
     boxes: Sequence[tuple[int, Shape, Shape, Shape]]
-    """(rank, shape, start in the whole, start in the shard); of a box that several ranks hold, the lowest rank's."""
+    """(rank, shape, start in the whole, start in the shard), rank by rank."""
     scale: float = 1.0
     """What a shard holds is the whole times this."""
 
@@ -121,12 +124,22 @@ def _copies(name: str, held: Sequence[Array], ranks: int, cut: Cut, kind: str) -
         copies = "first"  # each addend has the gradient of the sum
     if copies != "first" and len(held) < ranks:
         raise Refused(f"it is the {copies} of what {ranks} ranks hold, {len(held)} of them are there")
-    tables = [a.pieces for a in held]
-    if any(not _same_boxes(tables[0], t) for t in tables[1:]):
-        if copies != "first":
-            raise Refused(f"it is the {copies} of copies, which lie in different pieces in the files of the ranks")
-        tables = tables[:1]
-    return replace(held[0], name=name, pieces=union(tables), copies=copies)
+    return replace(held[0], name=name, pieces=_overlaid([a.pieces for a in held]), copies=copies)
+
+
+def _overlaid(tables: Sequence[Pieces]) -> Pieces:
+    """Return pieces that are copies of each other, each a table's: its rows are cut where those of any other are."""
+    found = []
+    for table in tables:
+        for other in tables:
+            if table is not other and not _same_boxes(table, other):
+                mine, its = meetings(table, other)
+                rows, start = table.take(mine), np.maximum(table.start[mine], other.start[its])
+                shape = np.minimum(rows.stop, other.stop[its]) - start
+                skipped = ((start - rows.start) * rows.strides).sum(axis=1)
+                table = replace(rows, offset=rows.offset + skipped, start=start, shape=shape)
+        found.append(table)
+    return union(found)
 
 
 def _same_boxes(a: Pieces, b: Pieces) -> bool:
@@ -228,14 +241,15 @@ def _joined_boxes(name: str, shards: Sequence[Array | None], cut: AffineCut, kin
         if (0 if shard is None else shard.size) != math.prod(shape):
             raise Refused(f"the shard of rank {rank} has {shard.size if shard else 0} elements, its affine map says {shape}")
         seen.append(None if shard is None else reshaped(shard, shape))
-    tables = []
+    tables: dict[tuple[Shape, Shape], list[Pieces]] = {}
     for rank, shape, to, start in cut.boxes:
         shard = seen[rank]
         if shard is not None:
-            tables.append(shard[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))].pieces.place(to))
+            held = shard[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+            tables.setdefault((to, shape), []).append(held.pieces.place(to))
     first = next(s for s in seen if s is not None)
     step = None if cut.scale == 1 else Step("/", cut.scale)
-    return Array(name, first.dtype, cut.shape, union(tables), first.stored, step)
+    return Array(name, first.dtype, cut.shape, union([_overlaid(copies) for copies in tables.values()]), first.stored, step)
 
 
 # --- who tells how it is cut ------------------------------------------------------------------------------------------
@@ -443,20 +457,25 @@ def affine_cut(found: Any, ranks: int) -> AffineCut:
     shards = [tuple(of[rank]["shard_shape"]) if rank in of else (0,) for rank in range(ranks)]
     if not all(map(is_shape, (shape, *shards))):
         raise Refused(f"its affine map has the shapes {str((shape, *shards))[:100]}")
-    boxes, scales = [], set()
+    boxes, scales, known, filled = [], set(), set(), 0
     for rank in range(ranks):
         for piece in of[rank]["pieces"] if rank in of else ():
             size, holders = tuple(piece["shape"]), piece["locations"]
             scales.add(float(piece.get("scale", 1.0)))
             if not is_shape(size):
                 raise ValueError(f"a piece has the shape {size}")
-            if 0 in size or rank != min(holders):
+            if 0 in size:
                 continue
             to, start = _box_start(size, piece["source"], shape), _box_start(size, piece["dest"], shards[rank])
+            if rank == min(holders):
+                filled += math.prod(size)
+            elif (size, to) not in known:
+                continue  # the lowest holder has it in other pieces
+            known.add((size, to))
             boxes.append((rank, size, to, start))
     if len(scales) > 1 or 0.0 in scales:
         raise Refused(f"its affine map scales its pieces differently: {sorted(scales)}")
-    if sum(math.prod(size) for _, size, _, _ in boxes) != math.prod(shape):
+    if filled != math.prod(shape):
         raise Refused(f"its affine map does not fill the shape {shape} once")
     return AffineCut(shape, shards, boxes, scales.pop() if scales else 1.0)
 
@@ -534,19 +553,21 @@ class Whole:
 
 
 def whole(shards: Shards, rules: Rules, is_parameter: Callable[[str], bool | None]) -> Whole:
-    """Join the shards of tensor-parallel ranks; what several pipeline stages hold is taken from the lowest that can give it."""
+    """Join the shards of tensor-parallel ranks; what several pipeline stages hold are copies, that of the lowest first."""
     made = Whole()
     for name in dict.fromkeys([*shards.found, *shards.lost]):
         found, lost = shards.found.get(name, {}), shards.lost.get(name, {})
-        reasons = []
+        reasons, copies = [], []
         for stage in sorted({mp // rules.ranks for mp in (*found, *lost)}):
             ranks = range(stage * rules.ranks, (stage + 1) * rules.ranks)
             try:
                 mine, gone = [found.get(mp) for mp in ranks], [lost.get(mp) for mp in ranks]
-                made.arrays[name] = _of_stage(name, mine, gone, shards, rules, is_parameter(name))
-                break
+                copies.append(_of_stage(name, mine, gone, shards, rules, is_parameter(name)))
             except Refused as error:
                 reasons.append(str(error))
+        if copies:
+            alike = [a for a in copies if (a.shape, a.dtype) == (copies[0].shape, copies[0].dtype) and a.copies == "first"]
+            made.arrays[name] = replace(copies[0], pieces=_overlaid([a.pieces for a in alike or copies[:1]]))
         else:
             made.reasons[name] = "; ".join(dict.fromkeys(reasons))
     return made

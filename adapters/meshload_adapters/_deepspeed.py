@@ -35,8 +35,8 @@ PipelineModule: `{layer}.{key}`, and `tied_modules.{tie}.{key}`, which stands in
 read once. Which layer's file holds a tie is stored nowhere: it is the one layer that has such keys and no parameters of its own;
 where that is not one, `DeepSpeed(tied={"embed": 0})` says it.
 
-GPT-NeoX's layers have their canonical names by `models/neox.py`. Its `args` say who it is and how many layers and heads there are,
-not which family: `config={"model_type": "gpt_neox", ...}` does.
+GPT-NeoX's layers have their canonical names by `models/neox.py`. Its `args` say who it is, how many layers and heads there are, and
+what it computes with (epsilon, rotary embedding), not which family: `config={"model_type": "gpt_neox", ...}` does.
 
 **Experts**: names in the optimizer count local experts, here they are global: `ep_rank * local + i`. The ep rank of data rank r is
 `r % ep`, or, with `use_data_before_expert_parallelism`, `r // (W / ep)`.
@@ -45,13 +45,18 @@ How tensor-parallel shards are joined is told in `_cuts.py`. `ck[name]` is the m
 master where there is one; `ck.optimizer` has `master` and the moments by the weight's name; steps and states are in `meta`. The
 tag that `latest` names is refused where it is not complete; a tag's own folder, or `tag=`, opens with what is there.
 
-**Writing** is for engines of stage 1, 2 and 3 on the axes dp and tp of `mesh`, and for those of PipelineModules, of stage 1, on pp
-too (`pipeline=True`; `names="gpt_neox"` or the source's). Stages 1 and 2 pad a group of N elements to a multiple of 2 W and cut it
-into W partitions; in stage 3 the weights are their masters. The engine takes parameters by their places, and by no name: their
-order has to be the source's, or that of `DeepSpeed(parameters=...)`, which is then one group. How ranks of tp share arrays is what
-the layout says, and is told in `universal_checkpoint_info`. Refused: ranks without equal parts of dim 0 or 1, ties over stages,
-experts over ep, and tp for GPT-NeoX's row-parallel biases, unless `cut=` says that they are copies. Engines that deal parameters
-out (`round_robin_gradients`) or align them go on from a universal checkpoint.
+**Writing** is for engines of stage 1, 2 and 3 on the axes dp and tp of `mesh`, for those of PipelineModules, of stage 1, on pp too
+(`pipeline=True`; `names="gpt_neox"` or the source's), and for those of stage 1 and 2 with experts on ep. Stages 1 and 2 pad a group
+of N elements to a multiple of 2 W and cut it into W partitions; in stage 3 the weights are their masters. The engine takes
+parameters by their places, and by no name: their order has to be the source's, or that of `DeepSpeed(parameters=...)`, which is
+then one group. How ranks of tp share arrays is what the layout says, and is told in `universal_checkpoint_info`: each has equal
+parts of dim 0 or 1, the whole, or, as an `affine_map`, any box, which others may have, too (kv heads, where there are fewer than
+ranks; rows that do not divide). A tie over stages is in the partitions of each, its values in the file of the one layer that
+`tied` or the source tells. The data-parallel ranks are those of dp and ep together; rank r has the experts of ep rank `r % ep`, as
+their names tell, whatever the layout. Refused: arrays of which a rank of tp has nothing or no one box, arrays that several stages
+hold and are no ties, experts in stage 3 and in pipelines, experts in one group with other parameters, and tp for GPT-NeoX's
+row-parallel biases, unless `cut=` says that they are copies. Engines that deal parameters out (`round_robin_gradients`) or align
+them go on from a universal checkpoint.
 """
 
 from __future__ import annotations
@@ -80,6 +85,7 @@ from ._zero import (
     dict_of,
     each_alone,
     is_count,
+    is_number,
     mapped,
     names_of,
     placed,
@@ -87,9 +93,8 @@ from ._zero import (
     scalar,
 )
 from ._zero_find import has_tag, is_tag, tag_named, tags
-from ._zero_save import Optimizer, Save, order_told, read_config, read_save
+from ._zero_save import EXPERT_NAME, Optimizer, Save, order_told, read_config, read_save
 from ._zero_weights import (
-    EXPERT_NAME,
     LARGE,
     Weights,
     checkpoint_of,
@@ -478,7 +483,12 @@ def _neox_config(state: Mapping[Any, Any]) -> dict[str, Any]:
     """Return what GPT-NeoX's args say of the model, under Hugging Face's keys; not its family, as it trains several."""
     args = dict_of(plain(state.get("args")))
     keys = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads"}
-    return {ours: args[theirs] for theirs, ours in keys.items() if is_count(args.get(theirs)) and args[theirs]}
+    found = {ours: args[theirs] for theirs, ours in keys.items() if is_count(args.get(theirs)) and args[theirs]}
+    numbers = {"layernorm_epsilon": "layer_norm_eps", "rotary_pct": "rotary_pct", "rotary_emb_base": "rotary_emb_base"}
+    found |= {ours: args[theirs] for theirs, ours in numbers.items() if is_number(args.get(theirs))}
+    if type(args.get("gpt_j_residual")) is bool:
+        found["use_parallel_residual"] = args["gpt_j_residual"]
+    return found
 
 
 def _is_moment(key: Any, value: Any) -> bool:

@@ -13,7 +13,8 @@ Read from torch 2.13 (https://github.com/pytorch/pytorch/tree/main/torch/distrib
 
 `properties` is TensorProperties, whose state is (dtype, layout, requires_grad, memory format, pin_memory); `size` is the whole
 shape; `chunks` are ChunkStorageMetadata(offsets, sizes), boxes in elements. A chunk's place is found by its key and offsets (for
-what is no tensor, offset None). An entry is `length` bytes at `offset` of the data file, and is a complete file of `torch.save`
+what is no tensor, offset None). megatron-core 0.15 has a kind of `Metadata` of its own, `MCoreMetadata`, with `mcore_data` besides,
+which is not needed. An entry is `length` bytes at `offset` of the data file, and is a complete file of `torch.save`
 (`_torch_file.py`): a tensor of just the chunk's shape, perhaps in another order of strides (channels last), or any object.
 Descriptors name what the entry went through (`stream.zstd/1`); such entries are refused.
 
@@ -85,6 +86,9 @@ class Listing:
     """What was stored of tensors and objects."""
 
 
+_KINDS = ((METADATA, "Metadata"), ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"))
+
+
 def read_listing(sources: Sequence[ByteSource]) -> Listing:
     """Read one `.metadata`, or those of all ranks."""
     found = Listing({}, {}, {}, {})
@@ -92,7 +96,7 @@ def read_listing(sources: Sequence[ByteSource]) -> Listing:
     for source in sources:
         runs = Runs()
         root = unpickle(read_bytes(source), name=source.name, shortcuts=runs.shortcuts)
-        if not isinstance(root, Record) or (root.module, root.name) != (METADATA, "Metadata") or type(root.state) is not dict:
+        if not isinstance(root, Record) or (root.module, root.name) not in _KINDS or type(root.state) is not dict:
             raise FormatError(f"{source.name}: a pickle of {called(root)}, expected is {METADATA}.Metadata")
         _add(found, root.state, runs, source.name)
         for key, value in _about(root.state).items():

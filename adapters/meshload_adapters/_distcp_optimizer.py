@@ -29,8 +29,8 @@ FIELDS = {"momentum": "momentum_buffer"}
 COUNTED = frozenset(("exp_avg", "exp_avg_sq"))
 """Moments that mean nothing without the count of steps."""
 
-MADE_OF = {"wd_mult": "weight_decay"} | dict.fromkeys(
-    ("lr_mult", "is_decoupled_lr", "max_lr", "min_lr", "is_expert_parallel"), "lr"
+MADE_OF = dict.fromkeys(("wd_mult", "is_expert_parallel"), "weight_decay") | dict.fromkeys(
+    ("lr_mult", "is_decoupled_lr", "max_lr", "min_lr"), "lr"
 )
 """What Megatron's groups keep to make a hyperparameter of, or to keep them apart: where that one is given, they say nothing."""
 

@@ -15,10 +15,13 @@ A safetensors file (https://huggingface.co/docs/safetensors) is, as version 0.8 
 Offsets are bytes, relative to byte `8 + N`; data is little endian and row-major. Sorted by offset, the first tensor begins at 0,
 each where the one before it ends, and the last ends with the file. N need not be a multiple of 8, so tensors need not be
 aligned. The last dim of packed types (`F4`: 2 elements a byte, `F6_*`: 4 in three bytes) counts elements; here they are arrays of
-bytes, with rows of bytes where rows end on bytes, else flat. The reference library accepts more in these points, which are
-refused here: a name twice in one JSON object, a tensor described by a JSON array, a dtype written as an object, more than 32
-dims, zero-size tensors whose other dims overflow. In fields that nobody knows it refuses what is let pass here: nesting beyond
-128, floats beyond the range.
+bytes. The reference library accepts more in these points, which are refused here: rows of packed types that end within a byte
+(torch refuses them too), a name twice in one JSON object, a tensor described by a JSON array, a dtype written as an object, more
+than 32 dims, zero-size tensors whose other dims overflow. In fields that nobody knows it refuses what is let pass here: nesting
+beyond 128, floats beyond the range.
+
+`safetensors.torch.save_model` writes a tensor that has several names once, and tells the others in `__metadata__`:
+`{"lm_head.weight": "embed.weight"}`. They are aliases here.
 
 The index is `{"metadata": {"total_size": 224640}, "weight_map": {name: file}}`. `total_size` is often wrong and checks nothing.
 File names stay inside the folder; subfolders are allowed. Links to regular files are followed wherever they lead: hub caches
@@ -46,7 +49,7 @@ import numpy as np
 from meshload.array import Array
 from meshload.box import Shape
 from meshload.checkpoint import Checkpoint, Problem
-from meshload.errors import FormatError, MeshloadError, MeshloadWarning, listing
+from meshload.errors import FormatError, MeshloadWarning, listing
 from meshload.pieces import table
 from meshload.source import Folder
 
@@ -62,8 +65,9 @@ from ._hf_find import (
     single_name,
     stem_of,
 )
-from ._json import check_files, read_config, read_object, short
+from ._json import read_config, read_object
 from ._safetensors import DTYPES, SHARDING, Arrays, Entry, Header, read_header, read_headers, strides_of
+from ._weight_map import read_weight_map
 
 if TYPE_CHECKING:
     from .formats.hf import HuggingFace
@@ -115,13 +119,13 @@ def _without_index(folder: Folder, options: HuggingFace, listed: Sequence[str], 
 def _despite_index(folder: Folder, options: HuggingFace, listed: Sequence[str], stem: str, index: str) -> _Contents:
     """Take the arrays from the headers, and tell how the index differs."""
     try:
-        file_of, index_meta = _read_index(folder, index)
+        told = read_weight_map(folder, index, HEADER_LIMIT)
     except FormatError as error:
-        file_of, index_meta = {}, {}
         found = _by_headers(folder, _files(folder, options, listed, stem)[0])
         _warn(f"{error}; {len(found.arrays)} arrays were found in the headers of {len(found.headers)} files instead")
         return replace(found, problems=(Problem(str(error), file=index),))
-    files, absent = _files(folder, options, listed, stem) if listed else (sorted(set(file_of.values())), "")
+    file_of = told.file_of
+    files, absent = _files(folder, options, listed, stem) if listed else (sorted(told.names_in), "")
     found = _by_headers(folder, files)
     lost = [name for name in file_of if name not in found.arrays]
     file_with = {name: h.source.name for h in found.headers for name in h.entries}
@@ -137,7 +141,7 @@ def _despite_index(folder: Folder, options: HuggingFace, listed: Sequence[str], 
     why = f"{index} lists it, but no header of {listing(files)} has it"
     problems = (Problem(f"{index}: {len(lost)} of its names are in no header: {listing(lost)}", file=index),) if lost else ()
     return replace(
-        found, unavailable=dict.fromkeys(lost, why), problems=problems, unlisted=tuple(new), index=index, index_meta=index_meta
+        found, unavailable=dict.fromkeys(lost, why), problems=problems, unlisted=tuple(new), index=index, index_meta=told.metadata
     )
 
 
@@ -206,27 +210,18 @@ def _one_file(header: Header) -> _Contents:
 
 def _by_index(folder: Folder, listed: Sequence[str], index: str, *, union: bool) -> _Contents:
     """Take from each file what the index says is there."""
-    file_of, index_meta = _read_index(folder, index)
-    names_in: dict[str, list[str]] = defaultdict(list)
-    for name, file in file_of.items():
-        names_in[file].append(name)
-    found = read_headers(folder, list(names_in))
+    told = read_weight_map(folder, index, HEADER_LIMIT)
+    file_of, files = told.file_of, list(told.names_in)
+    found = read_headers(folder, files)
     lost = {file: error for file, error in found.items() if not isinstance(error, Header)}
     headers = [h for h in found.values() if isinstance(h, Header)]
-    hint = _stale(listed, names_in, lost)
-
-    unavailable: dict[str, str] = {}
-    problems = [Problem(f"{index}: {hint}", file=index)] if hint else []
-    for file, error in lost.items():
-        why = f"{file}: not there, though {index} lists it" if _is_absent(file, listed) else str(error)
-        unavailable.update(dict.fromkeys(names_in[file], f"{why}{f'; {hint}' if hint else ''}"))
-        problems.append(Problem(f"{why}; it should hold {listing(names_in[file])}", file=file))
-
+    cure = '; HuggingFace(index="headers") takes the arrays from the files that are there'
+    unavailable, problems = told.without(lost, listed, lambda file: file == "model.safetensors" or numbering(file), cure)
     number_of: dict[str, int] = {}
     unlisted: dict[str, int] = {}
     for number, header in enumerate(headers):
         file = header.source.name
-        for name in names_in[file]:
+        for name in told.names_in[file]:
             why = _not_whole(header, name, index)
             if why:
                 unavailable[name] = why
@@ -241,7 +236,7 @@ def _by_index(folder: Folder, listed: Sequence[str], index: str, *, union: bool)
                 unlisted[name] = number
     in_order = {name: number_of[name] for name in file_of if name in number_of}
     arrays = Arrays(headers, {**in_order, **unlisted} if union else in_order)
-    return _Contents(list(names_in), headers, arrays, unavailable, tuple(problems), tuple(unlisted), index, index_meta)
+    return _Contents(files, headers, arrays, unavailable, tuple(problems), tuple(unlisted), index, told.metadata)
 
 
 def _not_whole(header: Header, name: str, index: str) -> str:
@@ -252,24 +247,6 @@ def _not_whole(header: Header, name: str, index: str) -> str:
     if any(header.offsets.get(name, ())):
         return f"{file} holds only a piece of it, from {header.offsets[name]} on"
     return ""
-
-
-def _stale(listed: Sequence[str], names_in: Mapping[str, Any], lost: Mapping[str, MeshloadError]) -> str:
-    """Say whether shards are missing in a way that blames the index rather than a file."""
-    absent = [file for file in lost if _is_absent(file, listed)]
-    others = [n for n in listed if n not in names_in and (n == "model.safetensors" or numbering(n))] if absent else []
-    if not absent or not (others or 2 * len(absent) > len(names_in)):
-        return ""
-    beside = f"beside other files ({listing(others, 3)}): it looks stale" if others else "it is stale, or the download unfinished"
-    return (
-        f"{len(absent)} of the {len(names_in)} files that the index names are not there, {beside}; "
-        f'HuggingFace(index="headers") takes the arrays from the files that are there'
-    )
-
-
-def _is_absent(file: str, listed: Sequence[str]) -> bool:
-    """Say whether a listing shows that a file is not there; a dead link is."""
-    return bool(listed) and "/" not in file and file not in listed and f"{file}/" not in listed
 
 
 def _by_headers(folder: Folder, files: Sequence[str]) -> _Contents:
@@ -348,6 +325,7 @@ def _checkpoint(folder: Folder, found: _Contents, listed: Sequence[str]) -> Chec
     made = Checkpoint(
         found.arrays,
         "hf",
+        aliases=_told_ties(found),
         meta=meta,
         config=config,
         unavailable=found.unavailable,
@@ -356,8 +334,14 @@ def _checkpoint(folder: Folder, found: _Contents, listed: Sequence[str]) -> Chec
         views=views,
     )
     for names in ("hf", "native", "stored"):  # all three are the names on disk
-        views[names] = partial(replace, made, names=names)
+        views[names] = partial(replace, made, names=names, aliases={} if names == "stored" else made.aliases)
     return made
+
+
+def _told_ties(found: _Contents) -> dict[str, str]:
+    """Return the names that `safetensors.torch.save_model` left out, with those under which it kept the same tensors."""
+    told = {alias: name for header in found.headers for alias, name in header.metadata.items() if name in header.entries}
+    return {a: n for a, n in told.items() if n in found.arrays and a not in found.arrays and a not in found.unavailable}
 
 
 def _looks_alike(file: str) -> bool:
@@ -369,16 +353,3 @@ def _warn(text: str) -> None:
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
-
-
-def _read_index(folder: Folder, index: str) -> tuple[dict[str, str], Mapping[str, Any]]:
-    """Return the file of each name, and the index's metadata."""
-    found = read_object(folder, index, HEADER_LIMIT)
-    file_of, metadata = found.get("weight_map"), found.get("metadata")
-    if not isinstance(file_of, dict):
-        raise FormatError(f"{index}: has no weight_map that maps names to files, found {short(file_of)}")
-    for name, file in file_of.items():
-        if not isinstance(file, str):
-            raise FormatError(f"{index}: {name!r} is to be in a file, found {short(file)}")
-    check_files(folder, index, file_of)
-    return file_of, metadata if isinstance(metadata, dict) else {}

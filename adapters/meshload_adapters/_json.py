@@ -52,15 +52,6 @@ def read_config(folder: Folder, limit: int) -> tuple[Mapping[str, Any] | None, t
         return None, (Problem(f"{error}; the model's config is not known", file="config.json"),)
 
 
-def check_files(folder: Folder, index: str, file_of: Mapping[str, str]) -> None:
-    """Raise where an index leads out of its folder."""
-    for file, name in {file: name for name, file in file_of.items()}.items():
-        try:
-            folder.inside(file)
-        except FormatError as error:
-            raise FormatError(f"{index}: {name!r} is said to be in {file!r}, which leaves the folder: {error}") from error
-
-
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):

@@ -86,8 +86,7 @@ def config_of(args: Mapping[str, Any]) -> dict[str, Any] | None:
         found["tie_word_embeddings"] = not args["untie_embeddings_and_output_weights"]
     if args.get("position_embedding_type") == "learned_absolute":
         found["max_position_embeddings"] = number(args, "max_position_embeddings")
-    if args.get("position_embedding_type") == "rope" and type(args.get("rotary_base")) in (int, float):
-        found["rope_theta"] = float(args["rotary_base"])
+    found |= _beside_sizes(args)
     linear, qkv = args.get("add_bias_linear"), args.get("add_qkv_bias") is True
     if type(linear) is bool and (linear or not qkv):  # biases of q, k and v alone are another thing than attention_bias
         found["attention_bias"] = found["mlp_bias"] = linear
@@ -101,6 +100,26 @@ def config_of(args: Mapping[str, Any]) -> dict[str, Any] | None:
     if found["vocab_size"] and padded and found["vocab_size"] > padded:
         found["vocab_size"] = None
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _beside_sizes(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a model computes with beside its arrays, which no array shows, and Hugging Face has other defaults of."""
+    found: dict[str, Any] = {"num_experts_per_tok": number(args, "moe_router_topk") if number(args, "num_experts") else None}
+    epsilon, is_rms = (
+        _real(args, "norm_epsilon" if "norm_epsilon" in args else "layernorm_epsilon"),
+        args.get("normalization") == "RMSNorm",
+    )
+    found |= dict.fromkeys(("rms_norm_eps",) if is_rms else ("layer_norm_eps", "layer_norm_epsilon"), epsilon)
+    if args.get("position_embedding_type") == "rope":
+        found |= {"rope_theta": _real(args, "rotary_base"), "rotary_pct": None if is_rms else _real(args, "rotary_percent")}
+        if args.get("use_rope_scaling") is True:  # as Llama 3.1, with this factor
+            scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+            found["rope_scaling"] = {"rope_type": "llama3", "factor": _real(args, "rope_scaling_factor") or 8.0, **scaling}
+    return found
+
+
+def _real(args: Mapping[str, Any], name: str) -> float | None:
+    return float(args[name]) if type(args.get(name)) in (int, float) else None
 
 
 def layers_of(args: Mapping[str, Any], pp: int, virtual: int) -> dict[tuple[int, int], int] | None:

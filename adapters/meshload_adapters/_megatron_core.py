@@ -20,17 +20,19 @@ Optimizer arrays, by `param_state_sharding_type`:
 
 The flat ones tell no names: the parameters of each model-parallel rank are worked out from `args`, in the order in which the layer
 spec makes its modules; sizes must fit. `i` counts tensor ranks fastest, then (for experts: expert ranks, then) pipeline ranks.
-Several optimizers have a prefix `chained_{n}.`, of which 1 is the experts'. Why they are refused, where they are, stands in
-`unavailable["optimizer.states"]`.
+Several optimizers have a prefix `chained_{n}.`, of which 1 is the experts'; those that are like the weights lack it since 0.14. Why
+they are refused, where they are, stands in `unavailable["optimizer.states"]`. `param_groups` and step of flat ones are an object,
+`optimizer.distributed.dp_group_idx_{i}.optimizer`; those of others are in `common.pt`, by number where there are several.
 
 Source: https://github.com/NVIDIA/Megatron-LM, `megatron/core/dist_checkpointing` and `megatron/core/optimizer`. Tried with
-megatron-core 0.13 and 0.16. The zarr backend (before 0.13) and `fsdp_dtensor` are not read here.
+megatron-core 0.13, 0.15 and 0.16. The zarr backend (before 0.13) and `fsdp_dtensor` are not read here.
 
 Written are weights, stacked where layers are alike, in chunks as the axes `tp`, `pp` and `ep` of the mesh cut them, with `args` and
 empty `_extra_state`s. Spelled for Transformer Engine unless `transformer_impl="local"`, which differs in the norms before experts.
 The vocabulary is not padded. Load it without random state; and without optimizer, or with moments, masters and their step where
-they are converted: of the distributed optimizer as `fully_reshardable`, or of others with `distributed_optimizer=False`, in the
-folder of their iteration. An optimizer of experts is not written.
+they are converted: of the distributed optimizer as `fully_reshardable` (0.15 and later load it), or of others with
+`distributed_optimizer=False`, in the folder of their iteration. Where the mesh has `ep` > 1, experts have an optimizer of their
+own, for which Megatron asks on any such mesh, and on no other.
 """
 
 from __future__ import annotations
@@ -54,11 +56,10 @@ from ._distcp import Found, Listing, find_arrays, read_listing
 from ._megatron import REFUSED, arguments, config_of, number, plain
 from ._megatron_buffers import Refused
 from ._megatron_find import CORE, Save, find_save, lacking
-from ._megatron_flat import BUCKET, KINDS, PARAM_STATE, Run, buckets_of, states_of, unpacked
+from ._megatron_flat import BUCKET, KINDS, PARAM_STATE, Run, buckets_of, groups_in, states_of, unpacked
 from ._megatron_shards import EMBEDDING, GATED, HEAD, taken_apart
-from ._megatron_states import step_of
+from ._megatron_states import optimizers_in, told_of
 from ._torch_file import TorchFile
-from ._zero import dict_of
 
 if TYPE_CHECKING:
     from .formats.megatron_core import MegatronCore
@@ -77,11 +78,15 @@ def checkpoint_in(folder: Folder, options: MegatronCore) -> Checkpoint:
     if save is None or save.kind != CORE or save.why:
         raise FormatError((save.why if save else "") or f"{folder.name}: has no metadata.json of megatron-core")
     _check_finished(save)
-    common, step, problems = _common(save.folder)
+    common, optimizers, problems = _common(save.folder)
     args = arguments(common.get("args"))
     listed = read_listing([save.folder.file(".metadata")])
     found = find_arrays(listed, save.folder)
     problems += [Problem(text, file=file) for file, text in found.damage.items()]
+    try:
+        optimizers += groups_in(listed, found)
+    except Refused as error:
+        problems.append(Problem(f"{error}; so the optimizer's hyperparameters are not known"))
     keys = _Keys.of(found, listed)
     weights = _Full(args, _interleave(options, args))
     for key, array in keys.weights.items():
@@ -90,7 +95,7 @@ def checkpoint_in(folder: Folder, options: MegatronCore) -> Checkpoint:
         weights.lose(key, why)
     arrays = weights.finished()
     moments, refused = _moments(options, keys, arrays, weights, args, found, listed)
-    meta = _meta(save, common, step, listed, found)
+    meta = _meta(save, common, told_of(optimizers), listed, found)
     tied = args.get("untie_embeddings_and_output_weights") is False
     return Checkpoint(
         arrays,
@@ -153,16 +158,16 @@ def _check_finished(save: Save) -> None:
         raise FormatError(f"{save.name}: is {BACKENDS.get(backend, f'of the backend {backend!r}, which is not known')}")
 
 
-def _common(folder: Folder) -> tuple[Mapping[Any, Any], float | None, list[Problem]]:
-    """Return what is not sharded, and how many steps the optimizer took."""
+def _common(folder: Folder) -> tuple[Mapping[Any, Any], list[tuple[TorchFile, Mapping[Any, Any]]], list[Problem]]:
+    """Return what is not sharded, and of that the optimizers, with the file that has them."""
     try:
         file = TorchFile.open(folder.file("common.pt"))
-        root, step = file.root, step_of(file, dict_of(file.root).get("optimizer"))
     except (FormatError, SourceError) as error:
-        return {}, None, [Problem(f"{error}; so args, and with them the model's config, are not known", file="common.pt")]
+        return {}, [], [Problem(f"{error}; so args, and with them the model's config, are not known", file="common.pt")]
+    root = file.root
     if type(root) is not dict:
-        return {}, None, [Problem(f"common.pt: holds {type(root).__name__}, a dict was expected", file="common.pt")]
-    return root, step, []
+        return {}, [], [Problem(f"common.pt: holds {type(root).__name__}, a dict was expected", file="common.pt")]
+    return root, [(file, part) for part in optimizers_in(root.get("optimizer"))], []
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------
@@ -327,7 +332,7 @@ def _unstacked(key: str, array: Array, match: re.Match[str] | None) -> Iterator[
 # --- what else there is -----------------------------------------------------------------------------------------------
 
 
-def _meta(save: Save, common: Mapping[Any, Any], step: float | None, listed: Listing, found: Found) -> dict[str, Any]:
+def _meta(save: Save, common: Mapping[Any, Any], optimizer: Mapping[str, Any], listed: Listing, found: Found) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "save": save.name,
         "iteration": plain(common.get("iteration")),
@@ -335,11 +340,11 @@ def _meta(save: Save, common: Mapping[Any, Any], step: float | None, listed: Lis
         "args": plain(dict(arguments(common.get("args")))),
         "container": dict(listed.about),
     }
-    for name in ("content_metadata", "opt_param_scheduler", "optimizer"):
+    for name in ("content_metadata", "opt_param_scheduler"):
         if name in common:
             meta[name] = plain(common[name])
-    if step is not None:
-        meta["optimizer"] = {**dict_of(meta["optimizer"]), "step": step}
+    if optimizer:
+        meta["optimizer"] = optimizer
     strange = [key for key in found.arrays if _is_optimizers(key) and not _STATE.fullmatch(key) and not BUCKET.fullmatch(key)]
     if strange:
         meta["skipped"] = tuple(strange)

@@ -19,11 +19,13 @@ from meshload.errors import FormatError, SourceError, listing
 from meshload.pieces import Pieces, union
 
 from ._distcp import Found, Listing
+from ._distcp_runs import Place
 from ._megatron import bucket_limit, layers_of, number
 from ._megatron_buffers import Refused, laid_out, module_order, spelled_by
 from ._megatron_shards import COLUMNS, EMBEDDING, HEAD, UNKNOWN, WHOLE, Fusion, Part, cut_runs, join_runs, taken_apart
 from ._pickle import Global
 from ._torch_file import DTYPES, Tensor, TorchFile
+from ._zero import dict_of
 
 MOST_RANKS = 1 << 17
 
@@ -35,6 +37,8 @@ BUCKET = re.compile(
 )
 
 PARAM_STATE = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/shard_0_1")
+
+_GROUPS = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.optimizer/shard_0_1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +88,7 @@ def states_of(listed: Listing, found: Found) -> list[Buffer]:
     chains = {m[1] for m, _ in matches}
     buffers = []
     for m, places in matches:
-        source = found.sources.get(places[0].file) if places else None
-        if source is None:
-            raise Refused(f"{m[0]}: its data file is not there")
-        place = places[0]
-        try:
-            file = TorchFile.open(source, place.offset, place.offset + place.length)
-        except (FormatError, SourceError) as error:
-            raise Refused(f"{m[0]}: {error}") from error
-        state = file.root[0] if type(file.root) is list and len(file.root) == 1 else file.root  # objects are saved in a list
+        file, state = _object(m[0], places, found)
         for n in sorted(k for k in state if type(k) is int) if type(state) is dict else ():
             for key, values in state[n].items() if type(state[n]) is dict else ():
                 dtype = key[0] if type(key) is tuple and key else key
@@ -100,6 +96,30 @@ def states_of(listed: Listing, found: Found) -> list[Buffer]:
                 arrays = _flat_arrays(values, file, f"{m[0]}: buffer {n}")
                 buffers.append(Buffer(_chain(m[1], chains), int(m[2]), n, name, arrays, True))
     return buffers
+
+
+def groups_in(listed: Listing, found: Found) -> list[tuple[TorchFile, Mapping[Any, Any]]]:
+    """Return what the first group of ranks says of each optimizer's `param_groups`, as all do, with the file that has it."""
+    first: dict[str, re.Match[str]] = {}
+    for key in listed.objects:
+        m = _GROUPS.fullmatch(key)
+        if m and (m[1] not in first or int(m[2]) < int(first[m[1]][2])):
+            first[m[1]] = m
+    told = [_object(first[chain][0], listed.objects[first[chain][0]], found) for chain in sorted(first, key=lambda c: c or "")]
+    return [(file, dict_of(root)) for file, root in told]
+
+
+def _object(key: str, places: Sequence[Place], found: Found) -> tuple[TorchFile, Any]:
+    """Return what was saved as an object, and the file that has it."""
+    source = found.sources.get(places[0].file) if places else None
+    if source is None:
+        raise Refused(f"{key}: its data file is not there")
+    place = places[0]
+    try:
+        file = TorchFile.open(source, place.offset, place.offset + place.length)
+    except (FormatError, SourceError) as error:
+        raise Refused(f"{key}: {error}") from error
+    return file, file.root[0] if type(file.root) is list and len(file.root) == 1 else file.root  # objects are saved in a list
 
 
 def _flat_arrays(values: Any, file: TorchFile, what: str) -> dict[str, list[Array]]:

@@ -49,7 +49,7 @@ from ._megatron_buffers import Refused
 from ._megatron_find import CORE, MODEL_FILES, UNFINISHED, Save, find_save
 from ._megatron_ranks import COPY, Mesh, Rank, placed, read_ranks
 from ._megatron_shards import EMBEDDING, HEAD, Fusion, Joined, Shard, grouped, misgated, taken_apart
-from ._megatron_states import Model, groups_of, moments_of, shard_of, step_of
+from ._megatron_states import Model, moments_of, optimizers_in, shard_of, told_of
 from ._torch_file import Tensor
 
 if TYPE_CHECKING:
@@ -234,8 +234,7 @@ def _joined(ranks: Sequence[Rank], run: _Run) -> tuple[Joined, dict[str, Joined]
 
 def _meta(save: Save, ranks: Sequence[Rank], run: _Run) -> dict[str, Any]:
     root = ranks[0].root
-    found = root.get("optimizer")
-    parts = [p for p in (found if type(found) is list else [found]) if type(p) is dict]
+    optimizers = [(file, part) for part in optimizers_in(root.get("optimizer"))] if (file := ranks[0].file) else []
     meta: dict[str, Any] = {
         "save": save.name,
         "iteration": plain(root.get("iteration", root.get("total_iters"))),
@@ -243,10 +242,8 @@ def _meta(save: Save, ranks: Sequence[Rank], run: _Run) -> dict[str, Any]:
         "mesh": {"tp": run.mesh.tp, "pp": run.mesh.pp, "ep": run.mesh.ep, "etp": run.mesh.etp},
         "args": plain(dict(run.args)),
     }
-    if parts:
-        groups = [{k: plain(v) for k, v in group.items() if k != "params"} for part in parts for group in groups_of(part)]
-        step = step_of(file, found) if (file := ranks[0].file) else None
-        meta["optimizer"] = {"param_groups": groups, **({} if step is None else {"step": step})}
+    if optimizers:
+        meta["optimizer"] = told_of(optimizers)
     scheduler = root.get("opt_param_scheduler", root.get("lr_scheduler"))
     if scheduler is not None:
         meta["opt_param_scheduler"] = plain(scheduler)

@@ -5,15 +5,16 @@
     optimizer.state.fp32_param.KEY                the masters of others, where the weights are of 16 bits
 
 Megatron looks its groups up in `param_groups` by `wd_mult`, `lr_mult`, `is_expert_parallel` and `is_decoupled_lr`: matrices decay,
-biases and what has one dim do not. Which weights a source decayed is of no account there. With experts there are two optimizers,
-numbered, of which the second has the experts' groups; their arrays are called alike.
+biases and what has one dim do not. Which weights a source decayed is of no account there. Where experts are shared over ranks,
+ep > 1, there are two optimizers, numbered, of which the second has the experts' groups; their arrays are called alike, without the
+prefix `chained_{n}.` (`chained_optim_avoid_prefix`).
 
 Source: https://github.com/NVIDIA/Megatron-LM, `megatron/core/optimizer`, 0.16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,12 +50,17 @@ class Training:
     is_small: bool
     """Whether weights are of 16 bits, and have masters."""
 
-    def parts(self, experts: bool) -> list[list[dict[str, Any]]]:
-        """Return the groups of each optimizer, those that decay first; the second one's are the experts'."""
+    def parts(self, two: bool) -> list[list[dict[str, Any]]]:
+        """Return the groups of each optimizer, those that decay first; of `two`, the second has the experts'."""
         dense = sorted((dict(g) for g in self.groups if not g.get("is_expert_parallel")), key=lambda group: -group["wd_mult"])
         own = [dict(g) for g in self.groups if g.get("is_expert_parallel")]
         own = own or [{**group, "is_expert_parallel": True} for group in dense if group["wd_mult"]]
-        return [dense, own] if experts else [dense]
+        return [dense, own] if two else [dense]
+
+
+def has_two(names: Iterable[str], ep: int) -> bool:
+    """Say whether experts among weights have an optimizer of their own: where they are shared over `ep` > 1 ranks."""
+    return ep > 1 and any(taken_apart(name).is_expert for name in names)
 
 
 def training_of(like: Checkpoint, hyperparameters: Mapping[str, Any] | None, step: int | None, option: str) -> Training | None:
@@ -90,32 +96,26 @@ class NewOptimizer:
 
 
 def optimizer_of(
-    like: Checkpoint, *, is_distributed: bool, hyperparameters: Mapping[str, Any] | None, step: int | None
+    like: Checkpoint, *, ep: int, is_distributed: bool, hyperparameters: Mapping[str, Any] | None, step: int | None
 ) -> NewOptimizer | None:
-    """Return the optimizer of a checkpoint; None where it has none."""
-    if not like.optimizer:
-        return None
-    experts = [name for name in like.arrays if taken_apart(name).is_expert]
-    if experts and is_distributed:
-        raise LayoutError(
-            f"optimizer: Megatron has another one for experts, which is not written as a distributed one; experts are "
-            f"{listing(experts, 3)}; say MegatronCore(distributed_optimizer=False)"
-        )
+    """Return the optimizer of a checkpoint, for `ep` expert-parallel ranks; None where it has none."""
     training = training_of(like, hyperparameters, step, "MegatronCore")
-    assert training is not None
+    if training is None:
+        return None
     count, is_small = training.step, training.is_small
     arrays: dict[str, Mapping[str, Array]] = {kind: _named(like.optimizer[kind]) for kind in MOMENTS}
     if is_distributed or is_small:
         masters = like.optimizer.get("master") or {n: replace(a, dtype=np.dtype("f4"), stored=None) for n, a in like.arrays.items()}
         arrays["param" if is_distributed else "fp32_param"] = _named(masters)
-    parts = training.parts(bool(experts))
+    parts = training.parts(has_two(like.arrays, ep))
+    told: list[dict[str, Any]]
     if is_distributed:
-        groups = [{**group, "step": float(count)} for group in parts[0]]
-        common: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": SHARDING}
-        return NewOptimizer(arrays, common, count, True)
-    found = [{"state": {"common_step": new_scalar(count)}, "param_groups": part} for part in parts]
-    told = [{"optimizer": part} if is_small else part for part in found]
-    return NewOptimizer(arrays, dict(enumerate(told)) if experts else told[0], count, False)
+        counted = [[{**group, "step": float(count)} for group in part] for part in parts]
+        told = [{"optimizer": {"param_groups": part}, "param_state_sharding_type": SHARDING} for part in counted]
+    else:
+        found = [{"state": {"common_step": new_scalar(count)}, "param_groups": part} for part in parts]
+        told = [{"optimizer": part} if is_small else part for part in found]
+    return NewOptimizer(arrays, told[0] if len(told) == 1 else dict(enumerate(told)), count, is_distributed)
 
 
 def _named(arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from meshload.array import Array
 from meshload.box import Shape
-from meshload.pieces import Pieces, table, union
+from meshload.pieces import Pieces, repeated, table, union
 
 WHOLE, ROWS, COLUMNS, GATED, QKV, UNKNOWN = "whole", "rows", "columns", "gated", "qkv", "unknown"
 """What a rank has of an array: all of it, a part of dim 0 or of dim 1, both halves' parts, or what no rule says."""
@@ -412,8 +412,8 @@ def cut_runs(pieces: Pieces, starts: Sequence[int], sizes: Sequence[int], number
     begin, end = pieces.start[:, 0], pieces.stop[:, 0]
     one, last = np.searchsorted(high, begin, side="right"), np.searchsorted(low, end, side="left")
     counts = np.maximum(last - one, 0)
-    rows = np.repeat(np.arange(len(pieces)), counts)
-    which = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts) + one[rows]
+    rows, which = repeated(counts)
+    which = which + one[rows]
     start, stop = np.maximum(begin[rows], low[which]), np.minimum(end[rows], high[which])
     return table(
         pieces.sources,

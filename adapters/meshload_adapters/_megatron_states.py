@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from meshload.box import Shape
 
-from ._megatron import bucket_limit, number
+from ._megatron import bucket_limit, number, plain
 from ._megatron_buffers import Refused, laid_out
 from ._megatron_ranks import BUFFERS_FILE, COPY, Rank
 from ._megatron_shards import EMBEDDING, HEAD, Shard, parameters, taken_apart
@@ -55,8 +55,7 @@ _KINDS = {"param": "master", "master_param": "master"}
 def moments_of(rank: Rank, i: int, run: Model) -> Iterator[Moment]:
     """Go through a rank's optimizer arrays, whose names are found by their order; what does not fit raises `Refused`."""
     assert rank.file is not None
-    found = rank.root.get("optimizer")
-    parts = [p for p in (found if type(found) is list else [found]) if type(p) is dict]
+    parts = optimizers_in(rank.root.get("optimizer"))
     every: list[Parameter] = [(v, name, chunk[name]) for v, chunk in enumerate(rank.chunks) for name in parameters(chunk)]
     if rank.buffers_why:
         raise Refused(rank.buffers_why)
@@ -116,13 +115,23 @@ def has_own_bucket(name: str, *, tied: bool, pp: int) -> bool:
     return tied and pp > 1 and name in (EMBEDDING, HEAD)
 
 
-def step_of(file: TorchFile, optimizer: Any) -> float | None:
-    """Return the steps of all parameters, of the first of several optimizers: beside its groups, in them, or of its first one."""
-    found = optimizer[0] if type(optimizer) is list and optimizer else optimizer
-    found = dict_of(found)
-    found = _inner(dict_of(found.get(0, found)))
-    groups, state = found.get("param_groups"), dict_of(found.get("state"))
-    told = [dict_of(g).get("step") for g in (groups if type(groups) is list else ())]
+def optimizers_in(found: Any) -> list[Mapping[Any, Any]]:
+    """Return the optimizers that were saved: one, or several in a list or under numbers, of which the second is the experts'."""
+    numbered = [found[i] for i in sorted(k for k in found if type(k) is int)] if type(found) is dict else []
+    return [part for part in (found if type(found) is list else numbered or [found]) if type(part) is dict]
+
+
+def told_of(parts: Sequence[tuple[TorchFile, Mapping[Any, Any]]]) -> dict[str, Any]:
+    """Return what optimizers tell of themselves: the groups of all, and the `step` of all parameters; nothing of none."""
+    groups = [{k: plain(v) for k, v in group.items() if k != "params"} for _, part in parts for group in groups_of(part)]
+    step = next((step for file, part in parts if (step := _step(file, part)) is not None), None)
+    return ({"param_groups": groups} if parts else {}) | ({} if step is None else {"step": step})
+
+
+def _step(file: TorchFile, part: Mapping[Any, Any]) -> float | None:
+    """Return the steps of an optimizer's parameters: they stand in its groups, beside them, or in its first parameter's state."""
+    state = dict_of(_inner(part).get("state"))
+    told = [group.get("step") for group in groups_of(part)]
     told += [state.get("common_step"), dict_of(next(iter(state.values()), None)).get("step")]
     return next((step for step in (scalar(file, one) for one in told) if step is not None), None)
 

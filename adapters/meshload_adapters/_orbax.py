@@ -419,7 +419,7 @@ def _arrays(item: Folder, tree: _Tree, leaves: list[_Leaf]) -> tuple[dict[str, A
             missing = "its metadata is not there" if "NOT_FOUND" in str(error) else "its metadata cannot be read"
             reasons[leaf.stored] = f"{missing} in {item.name}: {_said(error)}"
             continue
-        if np.dtype(opened.dtype.numpy_dtype).hasobject:
+        if np.dtype(opened.dtype.numpy_dtype).hasobject or np.dtype(opened.dtype.numpy_dtype).type is np.void:
             reasons[leaf.stored] = f"its elements are {opened.dtype.name}, not numbers"
         else:
             arrays[leaf.stored] = _array(leaf.stored, opened, is_far)
@@ -473,7 +473,7 @@ def _array(name: str, store: Any, is_far: bool) -> Array:
     source = ChunkedArray(store, name, is_far)
     dtype = np.dtype(store.dtype.numpy_dtype)
     if math.prod(source.grid) > CHUNK_LIMIT or source.size >= 1 << 62:
-        raise FormatError(f"{name}: a shape of {source.shape} in chunks of {source.chunk} is more than any real array has")
+        raise FormatError(f"{name}: a shape of {source.shape} in chunks of {source.stored_chunk} is more than any real array has")
     return Array(name, dtype, source.shape, source.pieces())
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from meshload.array import Array
 from meshload.box import Box, Shape
 from meshload.checkpoint import Checkpoint
-from meshload.errors import LayoutError, SourceError
+from meshload.errors import LayoutError, SourceError, listing
 from meshload.formats import Parts
 from meshload.source import LocalFolder
 from meshload.writing import put, remove
@@ -44,6 +44,9 @@ def lay_out_tree(folder: LocalFolder, like: Checkpoint, parts: Parts, *, zarr3: 
         if kind not in fields:
             raise LayoutError(f"optimizer: Orbax has no place for {kind}; name those of {', '.join(fields)} that are there")
         laid |= {f"opt_state.0.{fields[kind]}.{n}": (a, chunks(a, parts.get(n, ()))) for n, a in moments.items()}
+    strange = [name for name in laid if any("\ud800" <= letter <= "\udfff" for letter in name)]
+    if strange:
+        raise LayoutError(f"{listing(map(repr, strange))}: such names are no text, and Orbax has no keys for them")
     put(folder, TREE, tree_of(laid, zarr3=zarr3))
     lay_out_arrays(folder, laid, zarr3=zarr3, compress=compress)
 
@@ -129,13 +132,16 @@ def _zarr3(array: Array, chunk: Shape, compress: bool) -> dict[str, Any]:
     }
 
 
-def tree_of(arrays: Mapping[str, tuple[Array, Shape]], *, zarr3: bool, kind: str = "jax.Array") -> bytes:
-    """Return `_METADATA`: a nested dict, cut at the dots of the names. `kind` is what Orbax restores where nobody says."""
+def tree_of(arrays: Mapping[str, tuple[Array, Shape]], *, zarr3: bool) -> bytes:
+    """Return `_METADATA`: a nested dict, cut at the dots of the names.
+
+    Of `np.ndarray`s, which Orbax restores where it is told of no sharding; it refuses a `jax.Array` without one.
+    """
     paths = paths_of(arrays)
     described = {
         str(path): {
             "key_metadata": [{"key": key, "key_type": 2} for key in path],
-            "value_metadata": {"value_type": kind, "skip_deserialize": False, "write_shape": list(arrays[name][1])},
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False, "write_shape": list(arrays[name][1])},
         }
         for name, path in paths.items()
     }

@@ -38,6 +38,8 @@ from ._orbax_files import commit, tree_of, zarr2
 from ._orbax_record import ALWAYS, MANIFEST, RECORD, VERSION
 
 LOCK = ".__lock"
+LONGEST = 32 << 10
+"""Bytes of a name: TensorStore reads no database with keys of 64 KiB or more."""
 
 
 def check_shown(array: Array) -> None:
@@ -46,6 +48,8 @@ def check_shown(array: Array) -> None:
 
     if not array.name or any("\ud800" <= letter <= "\udfff" for letter in array.name):
         raise LayoutError("its name is empty, or no text: Orbax has no key for it")
+    if len(array.name.encode()) > LONGEST:
+        raise LayoutError(f"its name has {len(array.name.encode())} bytes, keys of a database at most {LONGEST}")
     try:
         ts.dtype(np.dtype(array.dtype).name)
     except ValueError:
@@ -61,7 +65,7 @@ def write_index(
     nodes = f"index.{name.hex[:16]}.ocdbt"
     manifest, data = database(_values(grids, places), nodes, uuid=name.bytes, time_ns=time.time_ns())
     laid = {grid.array.name: (grid.array, grid.chunk) for grid in grids}
-    put(folder, "_METADATA", tree_of(laid, zarr3=False, kind="np.ndarray"))
+    put(folder, "_METADATA", tree_of(laid, zarr3=False))
     commit(folder)
     put(folder, nodes, data)
     put(folder, MANIFEST, manifest)

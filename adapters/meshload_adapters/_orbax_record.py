@@ -9,7 +9,7 @@ from typing import Any
 
 from meshload.checkpoint import Problem
 from meshload.errors import FormatError, MeshloadError, listing
-from meshload.source import Folder, LocalFolder, read_bytes
+from meshload.source import Folder, LocalFolder, lies_in, read_bytes
 
 RECORD = "meshload_index.json"
 MANIFEST = "manifest.ocdbt"
@@ -63,7 +63,8 @@ def indexed(folder: LocalFolder, *, beside: bool) -> list[str]:
 
 
 def _is_link(folder: LocalFolder, name: str) -> bool:
-    return name.startswith("files/") and ".." not in name.split("/") and (folder.path / name).is_symlink()
+    inside = name.startswith("files/") and ".." not in name.split("/") and lies_in(folder.path, name)
+    return inside and (folder.path / name).is_symlink()
 
 
 def stale(folder: Folder) -> list[Problem]:

@@ -12,15 +12,13 @@ Group = tuple[Mapping[str, Any], Sequence[str]]
 
 
 def told_groups(like: Checkpoint) -> list[Group]:
-    """Return the groups of DeepSpeed's, universal and Megatron's checkpoints, which name no weights, or of DCP's."""
+    """Return the groups of DeepSpeed's or DCP's checkpoints, or of universal and Megatron's ones, which name no weights."""
     optimizer, objects = like.meta.get("optimizer"), like.meta.get("objects")
-    while isinstance(optimizer, Mapping) and "param_groups" not in optimizer:
-        optimizer = optimizer.get("optimizer")
-    groups = optimizer["param_groups"] if isinstance(optimizer, Mapping) else None
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
     if isinstance(groups, Sequence):
-        return [
-            ({k: v for k, v in group.items() if k not in ("params", "step")}, ()) for group in groups if isinstance(group, Mapping)
-        ]
+        hypers = [{k: v for k, v in g.items() if k not in ("params", "step")} for g in groups if isinstance(g, Mapping)]
+        names = like.meta.get("groups") or ()  # DeepSpeed's, which stand beside
+        return list(zip(hypers, names if len(names) == len(hypers) else [()] * len(hypers), strict=True))
     return _of_objects(like, objects) if isinstance(objects, Mapping) else []
 
 

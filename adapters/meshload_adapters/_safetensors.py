@@ -142,7 +142,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | Entry:
             and {type(begin), type(end), *map(type, shape)} == {int}  # a bool is none here
             and len(shape) <= MAX_NDIM
             and min((begin, *shape)) >= 0
-            and math.prod(shape) * DTYPES[kind][1] == 8 * (end - begin)
+            and math.prod(shape) * (bits := DTYPES[kind][1]) == 8 * (end - begin)
+            and (bits >= 8 or shape[-1] * bits % 8 == 0)
             and (begin < end or math.prod(n or 1 for n in shape) < TOO_LARGE)
         )
     except (TypeError, KeyError, ValueError):
@@ -164,6 +165,10 @@ def _unsound(found: Any) -> str:
     bits, held = math.prod(shape) * DTYPES[kind][1], 8 * (offsets[1] - offsets[0])
     if bits != held:
         return f"of {kind} {shape} needs {bits} bits, its data_offsets {offsets} hold {held}"
+    if DTYPES[kind][1] < 8 and shape[-1] * DTYPES[kind][1] % 8:
+        return (
+            f"of {kind} {shape} has rows of {shape[-1] * DTYPES[kind][1]} bits, which end within a byte; no library has such arrays"
+        )
     return f"has the shape {shape}, which overflows though it has no elements"
 
 
@@ -255,12 +260,11 @@ class Arrays(Mapping[str, Array]):
 
 def _shown(entry: Entry) -> tuple[np.dtype[Any], Shape, str | None]:
     """Return dtype and shape of the array, and the format's dtype where NumPy has none: such are arrays of bytes."""
-    kind, shape, begin, end = entry
+    kind, shape, _, _ = entry
     dtype, bits = DTYPES[kind]
     if bits >= 8:
         return dtype, shape, None
-    *outer, last = shape or (0,)
-    return dtype, (*outer, last * bits // 8) if last * bits % 8 == 0 else (end - begin,), kind
+    return dtype, (*shape[:-1], shape[-1] * bits // 8), kind
 
 
 def strides_of(shape: Ints, itemsize: Any) -> Ints:

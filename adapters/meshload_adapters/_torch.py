@@ -31,7 +31,6 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -44,11 +43,12 @@ from meshload.errors import FormatError, MeshloadError, MeshloadWarning, SourceE
 from meshload.pieces import union
 from meshload.source import Folder
 
-from ._json import check_files, read_config, read_object
+from ._json import read_config, read_object
 from ._params import arguments, config_of
 from ._pickle import Record
 from ._torch_file import Tensor, TorchFile
 from ._torch_find import SUFFIXES, consolidated, index_name, is_index, is_there, numbered, shard, single_name
+from ._weight_map import read_weight_map
 
 if TYPE_CHECKING:
     from .formats.torch import Torch
@@ -295,23 +295,14 @@ def _found(
 
 def _by_index(folder: Folder, listed: Sequence[str], index: str) -> _Found:
     """Take from each file what the index says is there."""
-    file_of, index_meta = _read_index(folder, index)
-    names_in: dict[str, list[str]] = defaultdict(list)
-    for name, file in file_of.items():
-        names_in[file].append(name)
-    found = {file: _attempt(folder, file) for file in names_in}
+    told = read_weight_map(folder, index, JSON_LIMIT)
+    found = {file: _attempt(folder, file) for file in told.names_in}
     lost = {file: error for file, error in found.items() if not isinstance(error, _Contents)}
-    hint = _stale(listed, names_in, lost)
-    unavailable: dict[str, str] = {}
-    problems = [Problem(f"{index}: {hint}", file=index)] if hint else []
-    for file, error in lost.items():
-        why = f"{file}: not there, though {index} lists it" if _is_absent(file, listed) else str(error)
-        unavailable.update(dict.fromkeys(names_in[file], f"{why}{f'; {hint}' if hint else ''}"))
-        problems.append(Problem(f"{why}; it should hold {listing(names_in[file])}", file=file))
+    unavailable, problems = told.without(lost, listed, lambda file: file == "pytorch_model.bin" or shard(file))
     contents = [c for c in found.values() if isinstance(c, _Contents)]
     placed: _Placed = {}
     stored: _Placed = {}
-    for name, file in file_of.items():
+    for name, file in told.file_of.items():
         holder = found[file]
         if not isinstance(holder, _Contents):
             continue
@@ -321,9 +312,9 @@ def _by_index(folder: Folder, listed: Sequence[str], index: str) -> _Found:
             count = len(holder.tensors)
             unavailable[name] = f"{file}, where {index} lists it, is there, but of its {count} tensors none has this name"
             problems.append(Problem(f"{name}: {unavailable[name]}", array=name, file=file))
-    unlisted = tuple(name for c in contents for name in c.tensors if name not in file_of)
-    meta = {"index": index, "index_metadata": index_meta, "unlisted_tensors": unlisted}
-    return _found(list(names_in), contents, placed, stored, unavailable, problems, **meta)
+    unlisted = tuple(name for c in contents for name in c.tensors if name not in told.file_of)
+    meta = {"index": index, "index_metadata": told.metadata, "unlisted_tensors": unlisted}
+    return _found(list(told.names_in), contents, placed, stored, unavailable, problems, **meta)
 
 
 def _attempt(folder: Folder, file: str) -> _Contents | MeshloadError:
@@ -331,21 +322,6 @@ def _attempt(folder: Folder, file: str) -> _Contents | MeshloadError:
         return _read(folder, file)
     except (FormatError, SourceError) as error:
         return error
-
-
-def _stale(listed: Sequence[str], names_in: Mapping[str, Any], lost: Mapping[str, Any]) -> str:
-    """Say whether shards are missing in a way that blames the index rather than a file."""
-    others = [n for n in listed if n not in names_in and (n == "pytorch_model.bin" or shard(n))]
-    absent = [file for file in lost if _is_absent(file, listed)]
-    if not absent or not (others or 2 * len(absent) > len(names_in)):
-        return ""
-    beside = f"beside other files ({listing(others, 3)}): it looks stale" if others else "it is stale, or the download unfinished"
-    return f"{len(absent)} of the {len(names_in)} files that the index names are not there, {beside}"
-
-
-def _is_absent(file: str, listed: Sequence[str]) -> bool:
-    """Say whether a listing shows that a file is not there; a dead link is."""
-    return bool(listed) and "/" not in file and file not in listed and f"{file}/" not in listed
 
 
 def _without_index(folder: Folder, files: Sequence[str], index: str) -> _Found:
@@ -544,13 +520,3 @@ def _checkpoint(folder: Folder, found: _Found, listed: Sequence[str]) -> Checkpo
 
 def _warn(text: str) -> None:
     warnings.warn(text, MeshloadWarning, stacklevel=5)
-
-
-def _read_index(folder: Folder, index: str) -> tuple[dict[str, str], Mapping[str, Any]]:
-    """Return the file of each name, and the index's metadata."""
-    found = read_object(folder, index, JSON_LIMIT)
-    file_of, metadata = found.get("weight_map"), found.get("metadata")
-    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
-        raise FormatError(f"{index}: has no weight_map that maps names to files")
-    check_files(folder, index, file_of)
-    return file_of, metadata if isinstance(metadata, dict) else {}

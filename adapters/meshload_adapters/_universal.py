@@ -41,8 +41,8 @@ from ._cuts import Whole, whole
 from ._torch_file import Tensor, TorchFile
 from ._zero import NETWORK, Refused, dict_of, mapped, plain, read_files, scalar
 from ._zero_find import STATE, tag_named, universal_tags
-from ._zero_save import Save, read_config, read_save
-from ._zero_weights import EXPERT_NAME, LARGE, Weights, checkpoint_of, meta_of, rules_of, stored_files, with_stored
+from ._zero_save import EXPERT_NAME, Save, read_config, read_save
+from ._zero_weights import LARGE, Weights, checkpoint_of, meta_of, rules_of, stored_files, with_stored
 
 if TYPE_CHECKING:
     from .formats.universal import Universal

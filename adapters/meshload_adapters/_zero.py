@@ -19,7 +19,7 @@ import numpy as np
 from meshload.array import Array
 from meshload.box import Shape
 from meshload.errors import FormatError, MeshloadError, SourceError
-from meshload.pieces import Ints, Pieces
+from meshload.pieces import Ints, Pieces, repeated
 from meshload.source import ByteSource, Folder, read_bytes
 
 from ._pickle import Record
@@ -284,7 +284,7 @@ def consecutive(shape_of: Mapping[str, Shape], pads: Sequence[int], size: int, r
     size = max(1, size)
     first = start // size
     counts = np.where(numel > 0, (start + numel - 1) // size - first + 1, 0)
-    number, step = _rows(counts)
+    number, step = repeated(counts)
     rank = first[number] + step
     low = np.maximum(start[number], rank * size)
     high = np.minimum(start[number] + numel[number], (rank + 1) * size)
@@ -297,7 +297,7 @@ def each_alone(shape_of: Mapping[str, Shape], ranks: int) -> Partition:
     numel = np.asarray([math.prod(shape) for shape in shape_of.values()], np.int64)
     part = -(-numel // ranks)
     start = np.cumsum(part) - part
-    number, step = _rows(-(-numel // np.maximum(part, 1)))
+    number, step = repeated(-(-numel // np.maximum(part, 1)))
     at = step * part[number]
     count = np.minimum(part[number], numel[number] - at)
     row = np.concatenate([[0], np.cumsum(-(-numel // np.maximum(part, 1)))])
@@ -319,12 +319,6 @@ def by_fragments(shape_of: Mapping[str, Shape], fragments: Sequence[Mapping[str,
     row = np.concatenate([[0], np.cumsum([len(of) for of in rows.values()])]).astype(np.int64)
     columns = np.asarray([r for of in rows.values() for r in of], np.int64).reshape(-1, 4)
     return Partition(shape_of, row, columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3], len(fragments))
-
-
-def _rows(counts: Ints) -> tuple[Ints, Ints]:
-    """Return, for each of `counts` rows per parameter, the parameter, and the row's place among those of it."""
-    number = np.repeat(np.arange(len(counts)), counts)
-    return number, np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def placed(sources: Sequence[ByteSource], number: int, file: TorchFile, tensor: Any, what: str) -> tuple[int, Tensor, int]:

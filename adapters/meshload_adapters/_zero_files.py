@@ -18,6 +18,7 @@ from meshload.errors import LayoutError, listing
 from meshload.frameworks import is_floating
 from meshload.steps import checked_step, told_step
 
+from ._param_groups import told_groups
 from ._pickle import Global
 from ._pickle_writer import Call, Instance
 from ._torch_writer import NewTensor, dtype_of, new_scalar, new_tensor
@@ -84,7 +85,7 @@ def _told_groups(like: Checkpoint) -> list[dict[str, Any]]:
     optimizer = like.meta.get("optimizer")
     groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
     if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
-        return []
+        groups = [hyper for hyper, _ in told_groups(like)]
     return [{k: v for k, v in g.items() if k != "params" and _is_plain(v)} for g in groups]
 
 
@@ -161,19 +162,28 @@ ALIGNMENT = 2
 
 
 def partitions(
-    training: Training, groups: Sequence[Mapping[str, Shape]], dtypes: Mapping[str, str], ranks: int, number: int
+    training: Training,
+    groups: Sequence[Mapping[str, Shape]],
+    dtypes: Mapping[str, str],
+    ranks: int,
+    number: int,
+    experts: Sequence[int],
 ) -> Iterator[dict[str, Any]]:
     """Go through what the optimizer's files of stage 1 or 2 hold, by rank; `dtypes` are those of the moments.
 
-    Masters are without their padding, moments with it. Loss scale and clipping are the engine's own.
+    Masters are without their padding, moments with it. Loss scale and clipping are the engine's own. `experts` tells of each group
+    how many expert-parallel ranks have a group of their own, 0 where it is not of experts: every so many-th rank shares one.
     """
+    sharing = [ranks // (n or 1) for n in experts]
     counts = [sum(math.prod(shape) for shape in group.values()) for group in groups]
-    sizes = [-(-count // (ALIGNMENT * ranks)) * ALIGNMENT for count in counts]
-    cuts = [consecutive(group, [0] * len(group), size, ranks) for group, size in zip(groups, sizes, strict=True)]
+    sizes = [-(-count // (ALIGNMENT * n)) * ALIGNMENT for count, n in zip(counts, sharing, strict=True)]
+    cuts = [consecutive(of, [0] * len(of), size, n) for of, size, n in zip(groups, sizes, sharing, strict=True)]
     told = training.groups or [{}] * len(groups)
-    base = [{**group, "params": [g]} for g, group in enumerate(told)]
+    marks = [{"name": f"ep_size_{n}", "moe": True} if n else {} for n in experts]
+    base = [{**group, **mark, "params": [g]} for g, (group, mark) in enumerate(zip(told, marks, strict=True))]
     for rank in range(ranks):
-        held = [min(size, max(0, count - rank * size)) for count, size in zip(counts, sizes, strict=True)]
+        place = [rank // (n or 1) for n in experts]
+        held = [min(size, max(0, count - p * size)) for count, size, p in zip(counts, sizes, place, strict=True)]
         moments = [{kind: new_tensor(dtype, (size,)) for kind, dtype in dtypes.items()} for size in sizes]
         step = {} if training.step is None else {"step": training.step}
         state = {g: {**{k: new_scalar(v) for k, v in step.items()}, **of} for g, of in enumerate(moments) if of}
@@ -183,9 +193,11 @@ def partitions(
             "zero_stage": zero_stage(number),
             "group_paddings": [size - count for size, count in zip(sizes, held, strict=True)],
             "param_alignment_paddings": [[0] * len(group) for group in groups],
-            "partition_count": [ranks] * len(groups),
+            "partition_count": sharing,
             "ds_version": VERSION,
-            "param_slice_mappings": [{n: _address(*at) for n, at in cut.fragments(rank).items()} for cut in cuts],
+            "param_slice_mappings": [
+                {n: _address(*at) for n, at in cut.fragments(p).items()} for cut, p in zip(cuts, place, strict=True)
+            ],
         }
         yield {"optimizer_state_dict": inner, "ds_config": {}, "ds_version": VERSION}
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from meshload.box import Shape
@@ -25,6 +26,9 @@ MOST_RANKS = 1 << 17
 
 LAYER_NAME = re.compile(r"(\d{1,9})\.(.+)")
 """A parameter of a pipeline's layer."""
+
+EXPERT_NAME = re.compile(r"(.*deepspeed_experts\.)(\d{1,9})(\..*)")
+"""A parameter of an expert."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -270,7 +274,19 @@ def _order_of(save: Save, mp: int) -> list[list[str]] | None:
     if sum(counts) != len(shapes):
         return None
     left = iter(shapes)
-    return [[name for _ in range(count) for name in next(left)] for count in counts]
+    groups = [[name for _ in range(count) for name in next(left)] for count in counts]
+    return [_of_all_experts(group, save.dp // (optimizer.count(g) or save.dp)) for g, group in enumerate(groups)]
+
+
+def _of_all_experts(names: Sequence[str], ranks: int) -> list[str]:
+    """Return a group's names in which each expert-parallel rank counts its own experts from 0, with those of all ranks."""
+    found: list[str] = []
+    for layer, alike in groupby(names, key=lambda name: (EXPERT_NAME.fullmatch(name) or ("", ""))[1]):
+        run = list(alike)
+        matches = [m for m in map(EXPERT_NAME.fullmatch, run) if m]
+        count = max((int(m[2]) + 1 for m in matches), default=0)
+        found += [f"{layer}{r * count + int(m[2])}{m[3]}" for r in range(ranks) for m in matches] or run
+    return found
 
 
 def _is_by_layer(names: Iterable[str]) -> bool:

@@ -30,13 +30,10 @@ from ._zero import (
     shapes_of,
     stored_arrays,
 )
-from ._zero_save import Save
+from ._zero_save import EXPERT_NAME, Save
 
 TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 """A parameter that several layers of a pipeline share."""
-
-EXPERT_NAME = re.compile(r"(.*deepspeed_experts\.)(\d{1,9})(\..*)")
-"""A parameter of an expert."""
 
 KNOWN_STATE = frozenset(
     {

@@ -6,15 +6,16 @@ model states, as `universal_checkpoint_info`, since shapes tell nothing (`_cuts.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshload.box import Box, Shape
+from meshload.box import Box, Shape, row_major
 from meshload.checkpoint import Checkpoint
 from meshload.errors import LayoutError, listing
 from meshload.formats import Parts
@@ -26,7 +27,7 @@ from ._cuts import Cut, Declared, adds_up, declared_cut
 from ._torch_writer import NewTensor, dtype_of, laid_out, new_tensor
 from ._zero import dict_of
 from ._zero_files import UNIVERSAL_VERSION, Training, model_states, partitions, partitions_of_stage3, size, training_of
-from ._zero_save import LAYER_NAME
+from ._zero_save import EXPERT_NAME, LAYER_NAME
 from ._zero_weights import TIED
 
 if TYPE_CHECKING:
@@ -63,18 +64,29 @@ def files(
     like: Checkpoint, training: Training, groups: Sequence[Sequence[str]], parts: Parts, engine: Engine
 ) -> Iterator[tuple[str, Any]]:
     """Go through the files in the folder of a tag, with what is saved in each; `groups` are the optimizer's, in its order."""
-    pp, tp, dp = degrees_of(parts.mesh)
-    ranks, dims = _ranks(like, parts, pp, tp)
+    pp, tp, dp, ep = degrees_of(parts.mesh)
+    layers = _expert_layers(like)
+    ranks, cuts = _ranks(like, parts, pp, tp)
     _check(like, training, ranks, engine)
     if tp > 1 and like.names == "gpt_neox":
         _check_addends(like.arrays, engine)
-    info = _universal_info(dims) if tp > 1 else None
+    info = _universal_info(cuts) if tp > 1 else None
+    if engine.is_pipeline:
+        like = replace(like, aliases={})  # they are the ties
+    written: set[str] = set()
+    if ep > 1 and not layers:
+        raise LayoutError(
+            f"mesh: ep={ep}: no array is an expert's of DeepSpeed's MoE (...deepspeed_moe.experts.deepspeed_experts.N...)"
+        )
     dtypes = {kind: dtype_of(next(iter(like.optimizer[kind].values()))) for kind in training.kinds}
     prefix = "bf16_" if engine.is_bf16 else ""
     for mp, rank in enumerate(ranks):
         held = [{n: rank.shape_of[n] for n in group if n in rank.shape_of} for group in groups]
+        experts = [ep if any(map(EXPERT_NAME.fullmatch, group)) else 0 for group in held]
+        held = [_of_one(group, ep) if n else group for group, n in zip(held, experts, strict=True)]
         cut = [_sub_groups(group, dp, engine.sub_group_size) for group in held] if engine.stage == 3 else [held]
         module = _module(like, rank, training if engine.stage == 3 else None)
+        apart = _experts(module, layers)
         state = model_states(
             like,
             None if engine.is_pipeline else module,
@@ -85,6 +97,10 @@ def files(
             degrees=(pp, tp),
             is_first=mp == 0,
         )
+        if layers:
+            state["num_experts"] = list(layers.values())
+        for expert, tensors in apart.items():
+            yield f"{expert}_mp_rank_{mp:02d}_model_states.pt", tensors
         if engine.stage == 3:
             whole = [n for n in rank.shape_of if not _is_partitioned(like, training, n)]
             more = {"buffer_names": whole, **_frozen(like, rank, training, dp)}
@@ -94,60 +110,109 @@ def files(
             roots = partitions_of_stage3(training, cut, dtypes, dp)
         else:
             yield f"mp_rank_{mp:02d}_model_states.pt", state
-            roots = partitions(training, held, dtypes, dp, engine.stage)
+            roots = partitions(training, held, dtypes, dp, engine.stage, experts)
         for d, root in enumerate(roots):
             yield f"{prefix}zero_pp_rank_{d}_mp_rank_{mp:02d}_optim_states.pt", root
         for layer, tensors in _layers(module, engine).items() if engine.is_pipeline else ():
-            yield f"layer_{layer:02d}-model_{rank.tp:02d}-model_states.pt", tensors
+            file = f"layer_{layer:02d}-model_{rank.tp:02d}-model_states.pt"
+            if file not in written:  # a tie's is the first stage's
+                written.add(file)
+                yield file, tensors
 
 
 # --- which rank holds what --------------------------------------------------------------------------------------------
 
 
-def degrees_of(mesh: Mesh) -> tuple[int, int, int]:
-    """Return how many pipeline stages, tensor-parallel and data-parallel ranks a mesh has; other axes are refused."""
-    others = {axis: n for axis, n in zip(mesh.names, mesh.sizes, strict=True) if n > 1 and axis not in ("pp", "tp", "dp")}
+def degrees_of(mesh: Mesh) -> tuple[int, int, int, int]:
+    """Return how many pipeline stages, tensor-parallel, data-parallel and, among these, expert-parallel ranks a mesh has.
+
+    Other axes are refused.
+    """
+    others = {axis: n for axis, n in zip(mesh.names, mesh.sizes, strict=True) if n > 1 and axis not in ("pp", "tp", "dp", "ep")}
     if others:
         axes = ", ".join(f"{axis}={n}" for axis, n in others.items())
-        raise LayoutError(f"mesh: {axes}: only pp, tp and dp can be written as DeepSpeed's own files")
-    pp, tp, dp = (mesh.size_of(axis) if axis in mesh else 1 for axis in ("pp", "tp", "dp"))
-    return pp, tp, dp
+        raise LayoutError(f"mesh: {axes}: only pp, tp, dp and ep can be written as DeepSpeed's own files")
+    pp, tp, dp, ep = (mesh.size_of(axis) if axis in mesh else 1 for axis in ("pp", "tp", "dp", "ep"))
+    return pp, tp, dp * ep, ep
 
 
-def _ranks(like: Checkpoint, parts: Parts, pp: int, tp: int) -> tuple[list[Rank], dict[str, int | None]]:
-    """Return the model-parallel ranks, stage by stage, and the dim in which those of a stage cut each array."""
-    dims: dict[str, int | None] = {}
+def _expert_layers(like: Checkpoint) -> dict[str, int]:
+    """Return the MoE layers, by what their experts' names begin with, in the module's order: how many experts each has."""
+    numbers: dict[str, set[int]] = {}
+    for match in filter(None, map(EXPERT_NAME.fullmatch, like.arrays)):
+        numbers.setdefault(match[1], set()).add(int(match[2]))
+    wrong = next((layer for layer, found in numbers.items() if found != set(range(len(found)))), None)
+    if wrong is not None:
+        raise LayoutError(f"{wrong}*: experts {listing(map(str, sorted(numbers[wrong])))} are there, some are missing")
+    names = {layer: layer.removesuffix("experts.deepspeed_experts.") for layer in numbers}  # those of its gate, too
+    return {layer: len(numbers[layer]) for n in like.arrays for layer in numbers if n.startswith(names[layer])}
+
+
+def _of_one(group: Mapping[str, Shape], ranks: int) -> dict[str, Shape]:
+    """Return a group of experts as each of the expert-parallel ranks has it, which counts its own experts from 0."""
+    matches = [match for match in map(EXPERT_NAME.fullmatch, group) if match]
+    if len(matches) < len(group):
+        other = next(name for name in group if not EXPERT_NAME.fullmatch(name))
+        raise LayoutError(f"optimizer: {other} is in a group with experts, which DeepSpeed has in groups of their own")
+    count: dict[str, int] = {}
+    for match in matches:
+        count[match[1]] = max(count.get(match[1], 0), int(match[2]) + 1)
+    found: list[dict[str, Shape]] = [{} for _ in range(ranks)]
+    for match in matches:
+        if count[match[1]] % ranks:
+            raise LayoutError(f"mesh: ep={ranks}: {match[1]}* are {count[match[1]]} experts, of which ranks have equal numbers")
+        rank, i = divmod(int(match[2]), count[match[1]] // ranks)
+        found[rank][f"{match[1]}{i}{match[3]}"] = group[match[0]]
+    if any(list(one.items()) != list(found[0].items()) for one in found):
+        raise LayoutError(
+            f"optimizer: its experts differ in order or shape ({next(iter(group))} ...), ranks of ep={ranks} must not"
+        )
+    return found[0]
+
+
+Told = int | None | dict[str, Any]
+"""How ranks of tp share an array: they have equal parts of dim 0 or 1; each has the whole; or what an affine map says."""
+
+
+def _ranks(like: Checkpoint, parts: Parts, pp: int, tp: int) -> tuple[list[Rank], dict[str, Told]]:
+    """Return the model-parallel ranks, stage by stage, and how those of a stage share each array."""
+    cuts: dict[str, Told] = {}
     if pp * tp == 1:
-        return [Rank(0, 0, {name: array.shape for name, array in like.arrays.items()})], dims
+        return [Rank(0, 0, {name: array.shape for name, array in like.arrays.items()})], cuts
     shapes: dict[tuple[int, int], dict[str, Shape]] = {(p, t): {} for p in range(pp) for t in range(tp)}
     everyone = np.arange(parts.mesh.size)
     place = [parts.mesh.along(axis, everyone).tolist() if axis in parts.mesh else [0] * parts.mesh.size for axis in ("pp", "tp")]
     places = list(zip(*place, strict=True))
     for name, array in like.arrays.items():
-        held = _boxes(name, parts, places)
+        held = _boxes([name, *(alias for alias, owner in like.aliases.items() if owner == name)], parts, places)
         stages = sorted({p for p, _ in held})
-        if len(stages) != 1:
+        if not stages or (len(stages) > 1 and not TIED.fullmatch(name)):
             what = f"stages {listing(map(str, stages))} hold it" if stages else "the mesh's ranks hold no single box of it"
             raise LayoutError(f"{name}: {what}, which can be written as a universal checkpoint alone")
-        dims[name] = _dim(name, array.shape, [held.get((stages[0], t)) for t in range(tp)])
-        for at, box in held.items():
-            shapes[at][name] = box.shape
-    return [Rank(p, t, found) for (p, t), found in shapes.items()], dims
+        cuts[name] = _cut(name, array.shape, [held.get((stages[0], t)) for t in range(tp)])
+        for (p, t), box in held.items():
+            if box != held.get((stages[0], t)):
+                raise LayoutError(f"{name}: stages {stages[0]} and {p} hold different parts of it, rank {t} of tp")
+            shapes[p, t][name] = box.shape
+    return [Rank(p, t, found) for (p, t), found in shapes.items()], cuts
 
 
-def _boxes(name: str, parts: Parts, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Box]:
-    """Return the box of each model-parallel rank: (stage, tensor-parallel rank) -> box; `places` are those of all ranks."""
+def _boxes(names: Iterable[str], parts: Parts, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Box]:
+    """Return the box of each model-parallel rank: (stage, tensor-parallel rank) -> box; `places` are those of all ranks.
+
+    `names` are those of one array.
+    """
     found: dict[tuple[int, int], Box] = {}
-    for rank, box in parts.get(name, ()):
-        if found.setdefault(places[rank], box) != box:
-            raise LayoutError(f"{name}: the layout cuts it over dp, which ZeRO itself does; leave that to it")
+    for name in names:
+        for rank, box in parts.get(name, ()):
+            if found.setdefault(places[rank], box) != box:
+                raise LayoutError(f"{name}: the layout cuts it over dp, which ZeRO itself does; leave that to it")
     return found
 
 
-def _dim(name: str, shape: Shape, boxes: Sequence[Box | None]) -> int | None:
-    """Return the dim that tensor-parallel ranks cut into equal parts; None where each has the whole."""
-    count = len(boxes)
-    known = [box for box in boxes if box is not None]
+def _cut(name: str, shape: Shape, boxes: Sequence[Box | None]) -> Told:
+    """Return how tensor-parallel ranks share an array, of which each has a box."""
+    count, known = len(boxes), [box for box in boxes if box is not None and box.size]
     if len(known) == count:
         cut = [d for d in range(len(shape)) if any(box.shape[d] != shape[d] for box in known)]
         if not cut:
@@ -156,11 +221,29 @@ def _dim(name: str, shape: Shape, boxes: Sequence[Box | None]) -> int | None:
         even = all(box.start[d] == t * box.shape[d] and count * box.shape[d] == shape[d] for t, box in enumerate(known))
         if cut == [d] and d < 2 and even:
             return d
+        apart = {*known}
+        meet = any(one.meet(other) for one, other in itertools.combinations(apart, 2))
+        if not meet and sum(box.size for box in apart) == math.prod(shape):
+            return _affine(shape, known)
     found = listing(("nothing" if box is None else f"{box.shape} at {box.start}" for box in boxes), 4)
     raise LayoutError(
-        f"{name}: the {count} ranks of tp hold {found} of {shape}; DeepSpeed's own files can say that they hold all of it, or "
-        f"equal parts of dim 0 or 1, in order"
+        f"{name}: the {count} ranks of tp hold {found} of {shape}; DeepSpeed's own files can say that each holds a box of it, "
+        f"which others hold, too, or have nothing of"
     )
+
+
+def _affine(shape: Shape, boxes: Sequence[Box]) -> dict[str, Any]:
+    """Return the affine map by which `universal_checkpoint_info` tells where ranks' boxes lie, those that several have included."""
+    strides, ranks = row_major(shape, 1), {}
+    for rank, box in enumerate(boxes):
+        piece = {
+            "shape": list(box.shape),
+            "source": [sum(a * s for a, s in zip(box.start, strides, strict=True)), list(strides)],
+            "dest": [0, list(row_major(box.shape, 1))],
+            "locations": [other for other, its in enumerate(boxes) if its == box],
+        }
+        ranks[rank] = {"shard_shape": list(box.shape), "pieces": [piece]}
+    return {"logical_shape": list(shape), "ranks": ranks}
 
 
 def _check(like: Checkpoint, training: Training, ranks: Sequence[Rank], engine: Engine) -> None:
@@ -174,9 +257,10 @@ def _check(like: Checkpoint, training: Training, ranks: Sequence[Rank], engine: 
         untold = [n for n in like.arrays if (tie := TIED.fullmatch(n)) and tie[1] not in engine.tied]
         if untold:
             raise LayoutError(f"{untold[0]}: which layer's file is to hold it? say it with DeepSpeed(tied={{TIE: LAYER}})")
-        if like.aliases:
+        others = [alias for alias, name in like.aliases.items() if not TIED.fullmatch(name)]
+        if others:
             raise LayoutError(
-                f"{listing(like.aliases, 3)} is tied to another layer, and what a pipeline calls the tie is told nowhere; "
+                f"{listing(others, 3)} is tied to another layer, and what a pipeline calls the tie is told nowhere; "
                 f"untie it, or write a universal checkpoint"
             )
         if engine.stage != 1:
@@ -191,6 +275,9 @@ def _check(like: Checkpoint, training: Training, ranks: Sequence[Rank], engine: 
             last = max(numbers, default=last)
     elif any(rank.stage for rank in ranks):
         raise LayoutError("mesh: stages are those of a PipelineModule; say DeepSpeed(stage=1, pipeline=True), or leave out pp")
+    experts = next((n for n in like.arrays if EXPERT_NAME.fullmatch(n)), None)
+    if experts is not None and (engine.is_pipeline or engine.stage == 3):
+        raise LayoutError(f"{experts}: engines of stage 1 or 2 without a pipeline can have experts; say DeepSpeed(stage=2)")
     if engine.stage == 3:
         wide = [n for n in training.shape_of if like.arrays[n].dtype.itemsize > 4]
         half = [n for n in training.shape_of if dtype_of(like.arrays[n]) == "float16"]
@@ -241,6 +328,15 @@ def _frozen(like: Checkpoint, rank: Rank, training: Training, ranks: int) -> dic
     return {"frozen_param_shapes": {n: size(rank.shape_of[n]) for n in names}, "frozen_param_fragments": parts}
 
 
+def _experts(module: dict[str, NewTensor], layers: Iterable[str]) -> dict[str, dict[str, NewTensor]]:
+    """Take the experts out of a module, and return the state dict of each, by how its file's name begins."""
+    number = {layer: i for i, layer in enumerate(layers)}
+    found: dict[str, dict[str, NewTensor]] = {}
+    for match in [m for m in map(EXPERT_NAME.fullmatch, module) if m]:
+        found.setdefault(f"layer_{number[match[1]]}_expert_{match[2]}", {})[match[0]] = module.pop(match[0])
+    return found
+
+
 def _layers(module: Mapping[str, NewTensor], engine: Engine) -> dict[int, dict[str, NewTensor]]:
     """Return the state dicts of a rank's layers."""
     found: dict[int, dict[str, NewTensor]] = {}
@@ -266,12 +362,15 @@ def _sub_groups(group: Mapping[str, Shape], ranks: int, limit: int) -> list[dict
     return found
 
 
-def _universal_info(dims: Mapping[str, int | None]) -> dict[str, Any]:
+def _universal_info(cuts: Mapping[str, Told]) -> dict[str, Any]:
     """Say how tensor-parallel ranks share the arrays: what is not listed is joined on dim 0."""
+    maps = {pattern: told for told in cuts.values() if isinstance(told, dict) for pattern in _patterns(cuts, told)}
     return {
         "universal_checkpoint_version": UNIVERSAL_VERSION,
-        "tp_replicated_parameter_patterns": _patterns(dims, None),
-        "parameter_with_row_parallelism_patterns": _patterns(dims, 1),
+        **({"affine_map": {"version": 1, "params": maps}} if maps else {}),
+        "tp_replicated_parameter_patterns": _patterns(cuts, None),
+        "pipeline_replicated_parameter_patterns": _patterns(dict.fromkeys(filter(TIED.fullmatch, cuts)), None),
+        "parameter_with_row_parallelism_patterns": _patterns(cuts, 1),
         "parameter_to_average_patterns": [],
         "parameter_with_2_sub_params_cat_dim_0": [],
         "vocabulary_parameter_patterns": [],
@@ -282,14 +381,14 @@ MOST_NUMBERS = 3
 """In a name, for one expression to stand for all of its numbers."""
 
 
-def _patterns(dims: Mapping[str, int | None], wanted: int | None) -> list[str]:
+def _patterns(cuts: Mapping[str, Told], wanted: Told) -> list[str]:
     """Return regular expressions for the names that are cut in a way; one for all layers, where they are alike."""
     alike: dict[str, list[str]] = {}
-    for name in dims:
+    for name in cuts:
         alike.setdefault(re.sub(r"\d+", "0", name), []).append(name)
     found = []
     for names in alike.values():
-        mine = [name for name in names if dims[name] == wanted]
+        mine = [name for name in names if cuts[name] == wanted]
         texts = re.split(r"\d+", names[0])
         if len(mine) == len(names) > 1 and len(texts) <= MOST_NUMBERS + 1:
             found.append(rf"{'[0-9]+'.join(map(re.escape, texts))}$")
@@ -312,7 +411,8 @@ def lay_out_engine(folder: LocalFolder, like: Checkpoint, parts: Parts, options:
             f"optimizer: engines take the hyperparameters of their {len(groups)} groups from the file, and the source tells "
             f"those of {len(training.groups)}; convert without optimizer=, or write a universal checkpoint, which needs none"
         )
-    tied = {**dict_of(like.meta.get("tied")), **options.tied}
+    of_neox = {"embed": 0} if like.names == "gpt_neox" else {}  # as its library has it
+    tied = {**of_neox, **dict_of(like.meta.get("tied")), **options.tied}
     engine = Engine(
         options.stage, options.pipeline, tied, options.sub_group_size, _is_bf16(options, like, training.shape_of), options.cut
     )

@@ -9,6 +9,7 @@ and masters and moments by name, whole, as they are after loading (`start/`) and
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,13 +21,15 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 from torch.nn import functional
 
-VOCAB, HIDDEN, HEADS, FFN, LAYERS, LENGTH = 40, 16, 4, 24, 4, 6
+VOCAB, HIDDEN, HEADS, KV_HEADS, FFN, LAYERS, LENGTH = 40, 16, 4, 2, 24, 4, 6
 MICRO_BATCHES = 2
 """Of a step, on all ranks together: two addends have the same sum in any order, so runs are comparable bit for bit."""
 
@@ -42,6 +45,8 @@ class Run:
     dtype: str = "fp32"
     pp: int = 1
     tp: int = 1
+    ep: int = 0
+    """Of a `llama`: how many ranks share the experts of its last layer, 0 where it has none."""
     tied: bool = False
     grouped: bool = False
     """Whether vectors are a group of their own, without decay."""
@@ -80,16 +85,34 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    """Its heads are cut over tensor-parallel ranks, if there are any; a kv head is held by all whose heads use it."""
+
+    def __init__(self, ranks: int) -> None:
         super().__init__()
         self.q_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
-        self.k_proj = nn.Linear(HIDDEN, HIDDEN // 2, bias=False)
-        self.v_proj = nn.Linear(HIDDEN, HIDDEN // 2, bias=False)
+        self.k_proj = nn.Linear(HIDDEN, HIDDEN // HEADS * KV_HEADS, bias=False)
+        self.v_proj = nn.Linear(HIDDEN, HIDDEN // HEADS * KV_HEADS, bias=False)
         self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        if ranks > 1:
+            sharing = ranks // KV_HEADS
+            groups = [dist.new_group(range(k * sharing, (k + 1) * sharing)) for k in range(KV_HEADS)]
+            mine = dist.get_rank() // sharing
+            self.sharing = groups[mine]
+            self.q_proj.weight, self.o_proj.weight = cut(self.q_proj.weight, 0, None), cut(self.o_proj.weight, 1, None)
+            for projection in (self.k_proj, self.v_proj):
+                projection.weight = nn.Parameter(projection.weight.detach().chunk(KV_HEADS)[mine].clone())
+                projection.weight.cut, projection.weight.sharing = 0, sharing
+        self.is_cut = ranks > 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, HIDDEN // HEADS)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(attention(q, k, v))
+        if not self.is_cut:
+            return self.o_proj(self.attended(self.q_proj(x), self.k_proj(x), self.v_proj(x)))
+        x = _Copy.apply(x, None)
+        k, v = (functional.linear(x, _Copy.apply(p.weight, self.sharing)) for p in (self.k_proj, self.v_proj))
+        return _Sum.apply(self.o_proj(self.attended(self.q_proj(x), k, v)), None)
+
+    def attended(self, *qkv: torch.Tensor) -> torch.Tensor:
+        return attention(*(x.unflatten(-1, (-1, HIDDEN // HEADS)) for x in qkv))
 
 
 class Mlp(nn.Module):
@@ -103,10 +126,15 @@ class Mlp(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Experts(MoE):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0]
+
+
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         super().__init__()
-        self.input_layernorm, self.self_attn = Norm(HIDDEN), Attention()
+        self.input_layernorm, self.self_attn = Norm(HIDDEN), Attention(ranks)
         self.post_attention_layernorm, self.mlp = Norm(HIDDEN), Mlp()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,10 +143,10 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(ranks) for _ in range(LAYERS))
         self.norm = Norm(HIDDEN)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -131,7 +159,9 @@ class Body(nn.Module):
 class Llama(nn.Module):
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self.model, self.lm_head = Body(), nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.model, self.lm_head = Body(run.tp), nn.Linear(HIDDEN, VOCAB, bias=False)
+        if run.ep:
+            self.model.layers[-1].mlp = Experts(HIDDEN, Mlp(), 4, run.ep, drop_tokens=False)
         if run.tied:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -372,8 +402,8 @@ def engine_of(run: Run) -> Any:
     if run.dtype == "bf16":
         config["bf16"] = {"enabled": True}
     torch.manual_seed(1)
-    mpu = Mpu() if run.model == "flat" else None
-    model = neox(run) if run.model == "neox" else Llama(run) if mpu is None else Flat(mpu.tp)
+    mpu = Mpu() if run.model != "neox" and (run.model == "flat" or run.tp > 1) else None
+    model = neox(run) if run.model == "neox" else Flat(mpu.tp) if run.model == "flat" else Llama(run)
     if run.load:  # only loading makes these right
         with torch.no_grad():
             for parameter in model.parameters():
@@ -382,6 +412,8 @@ def engine_of(run: Run) -> Any:
     if run.grouped:
         matrices, vectors = ([p for p in parameters if (p.ndim > 1) is some] for some in (True, False))
         parameters = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    if run.ep:
+        parameters = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
     told: dict[str, Any] = {"lr": 2e-2, "betas": (0.9, 0.95), "eps": 1e-3}  # a small eps makes steps of gradients that are noise
     if run.load:
         told = {"lr": 0.5, "betas": (0.1, 0.2), "eps": 1e-8}
@@ -404,14 +436,15 @@ def step_of(engine: Any, run: Run, step: int) -> float:
 
         return float(engine.train_batch(batches()))
     count = engine.gradient_accumulation_steps()
-    first = 0 if run.model == "flat" else dist.get_rank() * count
+    is_alone = run.model == "flat" or run.tp > 1  # no other rank has other data
+    first = 0 if is_alone else dist.get_rank() * count
     losses = torch.zeros(MICRO_BATCHES, dtype=torch.float64)
     for i in range(first, first + count):
         loss = engine(micro_batch(step, i))
         engine.backward(loss)
         engine.step()
         losses[i] = loss.item()
-    if run.model == "llama":
+    if not is_alone:
         dist.all_reduce(losses)
     return float(losses.mean())
 
@@ -432,6 +465,9 @@ def states(engine: Any, run: Run, when: str) -> dict[str, Any]:
     """Return weights, masters and moments, whole."""
     found: dict[str, Any] = {}
     for name, parameter in engine.module.named_parameters():
+        if not getattr(parameter, "allreduce", True):  # an expert's, which ranks count from 0
+            before, number, after = re.split(r"(?<=deepspeed_experts\.)(\d+)", name)
+            name = f"{before}{int(number) + 4 // run.ep * (dist.get_rank() % run.ep)}{after}"
         of = {"master": safe_get_full_fp32_param(parameter)}
         for kind in ("exp_avg", "exp_avg_sq"):
             full = safe_get_full_optimizer_state if run.stage == 3 else None
@@ -441,8 +477,8 @@ def states(engine: Any, run: Run, when: str) -> dict[str, Any]:
         for kind, values in of.items():
             if hasattr(parameter, "cut"):
                 parts = [torch.empty_like(values) for _ in range(run.tp)]
-                dist.all_gather(parts, values.contiguous(), group=engine.module.tp_group)
-                values = torch.cat(parts, parameter.cut)
+                dist.all_gather(parts, values.contiguous(), group=getattr(engine.module, "tp_group", None))
+                values = torch.cat(parts[:: getattr(parameter, "sharing", 1)], parameter.cut)
             found[f"{when}/{kind}/{name}"] = values.detach().clone().numpy()
     return found
 

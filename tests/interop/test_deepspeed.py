@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import meshload
+from meshload import Layout
 from meshload_adapters.formats.deepspeed import DeepSpeed
 from meshload_adapters.formats.universal import Universal
 
@@ -32,7 +33,7 @@ def launched(folder: Path, ranks: int, runs: dict[str, dict[str, Any]]) -> dict[
     done = subprocess.run(
         [*command, str(folder / "runs.json")], env=environment, capture_output=True, text=True, timeout=400, check=False
     )
-    assert done.returncode == 0, done.stderr[-6000:]
+    assert done.returncode == 0, done.stderr[-12000:]
     return {name: seen(folder / "seen" / name) for name in runs}
 
 
@@ -63,6 +64,8 @@ CUT = {"*.dense.weight": 1, "*.linear2.weight": 1, "*.query_key_value.*": 0, "*.
 CUT = {**CUT, "*.word_embeddings.*": 0, "*.final_linear.*": 0, "*": None}
 """How the ranks of `runs_deepspeed.py` share a GPT-NeoX: their checkpoint does not say it."""
 
+TIED_NEOX = {**NEOX, "tie_word_embeddings": True}
+LLAMA_CONFIG = {**NEOX, "model_type": "llama", "num_key_value_heads": 2}
 COPIES = {"*.dense.bias": None, "*.linear2.bias": None}
 
 
@@ -83,11 +86,15 @@ class Journey:
     near: float = 0
     """How far losses, weights and moments may be off after a step, relative to the largest of their array. It is 0 where engines do
     the same sums: the gradients of two micro-batches are added by one rank, or by two."""
+    ranks: int = 2
+    """How many processes go on in the end."""
 
 
 LLAMA = {"model": "llama"}
 SUMS = 1e-5
 """Where sums have another order: in ZeRO-3's linear layers, of a tie over stages, of rows over tensor-parallel ranks."""
+PIPELINE = DeepSpeed(stage=1, pipeline=True, cut=COPIES)
+TIED = {"model": "neox", "tied": True}
 
 JOURNEYS = {
     "from ZeRO-1 to one rank, and ZeRO-3 of two": Journey(
@@ -120,6 +127,23 @@ JOURNEYS = {
         {**LLAMA, "stage": 3, "universal": True},
         SUMS,
     ),
+    "from two expert-parallel ranks to one and back": Journey(
+        {**LLAMA, "stage": 2, "ep": 2},
+        {"to": DeepSpeed(stage=1), "mesh": "dp=1"},
+        {**LLAMA, "ep": 1},
+        {"to": DeepSpeed(stage=2), "mesh": "ep=2"},
+        {**LLAMA, "stage": 2, "ep": 2},
+        SUMS,
+    ),
+    "from two ranks to one, and four tensor-parallel ranks of two kv heads": Journey(
+        LLAMA,
+        {"to": DeepSpeed(stage=1), "mesh": "dp=1"},
+        LLAMA,
+        {"to": DeepSpeed(stage=1), "mesh": "tp=4", "config": LLAMA_CONFIG, "layout": Layout({"heads": "tp"})},
+        {**LLAMA, "tp": 4},
+        SUMS,
+        ranks=4,
+    ),
     "from two stages with a tie to one, and back by a universal checkpoint": Journey(
         {"model": "neox", "pp": 2, "tied": True},
         {"to": DeepSpeed(stage=1, pipeline=True), "mesh": "dp=1"},
@@ -144,6 +168,24 @@ JOURNEYS = {
         {"model": "neox", "tp": 2},
         SUMS,
     ),
+    "from two stages with a tie to one, and two of two ranks each": Journey(
+        {**TIED, "pp": 2},
+        {"to": PIPELINE, "mesh": "dp=1"},
+        TIED,
+        {"to": PIPELINE, "mesh": "pp=2,dp=2", "config": TIED_NEOX},
+        {**TIED, "pp": 2},
+        SUMS,
+        ranks=4,
+    ),
+    "from two tensor-parallel ranks with a tie to one, and two stages of two": Journey(
+        {**TIED, "tp": 2},
+        {"to": PIPELINE, "format": DeepSpeed(cut=CUT), "mesh": "dp=1"},
+        TIED,
+        {"to": PIPELINE, "mesh": "pp=2,tp=2", "config": TIED_NEOX},
+        {**TIED, "pp": 2, "tp": 2},
+        SUMS,
+        ranks=4,
+    ),
 }
 JOURNEYS["from two tensor-parallel ranks without a pipeline to ZeRO-3 of one, and of two"] = Journey(
     {"model": "flat", "tp": 2},
@@ -164,20 +206,24 @@ def travelled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[
     """What was seen on each journey: of the unbroken run, of the process that went on, and of the two that did."""
     folder = tmp_path_factory.mktemp("journeys")
 
-    def leg(number: int, ranks: int, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        (folder / str(number)).mkdir()
-        return launched(folder / str(number), ranks, runs)
+    def leg(name: str, ranks: int, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        (folder / name).mkdir()
+        return launched(folder / name, ranks, runs)
 
     def converted(name: str, leg: int, how: Mapping[str, Any]) -> str:
         options = {"layout": "replicated", **how} if "config" not in how else how
         meshload.convert(folder / f"saved {name}.{leg}", folder / f"{name}.{leg}", optimizer=True, **options)
         return str(folder / f"{name}.{leg}")
 
-    found = [leg(1, 2, {n: {**j.first, "steps": 3, "more": 2, "save": str(folder / f"saved {n}.1")} for n, j in JOURNEYS.items()})]
+    runs = {n: {**j.first, "steps": 3, "more": 2, "save": str(folder / f"saved {n}.1")} for n, j in JOURNEYS.items()}
+    found = [leg("1", 2, runs)]
     runs = {n: {**j.second, "load": converted(n, 1, j.there), "save": str(folder / f"saved {n}.2")} for n, j in JOURNEYS.items()}
-    found.append(leg(2, 1, {n: {**run, "first": 3, "steps": 1} for n, run in runs.items()}))
+    found.append(leg("2", 1, {n: {**run, "first": 3, "steps": 1} for n, run in runs.items()}))
     runs = {n: {**j.third, "load": converted(n, 2, j.back)} for n, j in JOURNEYS.items()}
-    found.append(leg(3, 2, {n: {**run, "first": 4, "steps": 1} for n, run in runs.items()}))
+    runs = {n: {**run, "first": 4, "steps": 1} for n, run in runs.items()}
+    found.append({})
+    for ranks in (2, 4):
+        found[-1] |= leg(f"3 of {ranks}", ranks, {n: run for n, run in runs.items() if JOURNEYS[n].ranks == ranks})
     return {n: tuple(leg[n] for leg in found) for n in JOURNEYS}
 
 

@@ -84,7 +84,7 @@ class DeepSpeed:
         return checkpoint_in(folder, self)
 
     def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
-        """Lay out the model states and layers of model-parallel ranks, and each rank's partition of masters and moments."""
+        """Lay out the model states, layers and experts of model-parallel ranks, and each rank's partition of the optimizer."""
         from .._zero_writer import lay_out_engine
 
         lay_out_engine(folder, like, parts, self)

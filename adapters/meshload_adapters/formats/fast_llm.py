@@ -31,6 +31,7 @@ class FastLLM:
     name = "fast_llm"
     order = 36
     naming = "fast_llm"
+    has_one_place_for_ties = True
 
     def __post_init__(self) -> None:
         if self.decay not in (None, "matrices", "all"):

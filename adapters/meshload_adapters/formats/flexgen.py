@@ -15,6 +15,7 @@ class FlexGen:
     name = "flexgen"
     order = 38
     naming = "flexgen"
+    has_one_place_for_ties = True
 
     def matches(self, folder: Folder) -> bool:
         """Say whether files have the names of OPT's parameters, and begin as NumPy's do or are empty."""

@@ -40,6 +40,7 @@ class Megatron:
     name = "megatron"
     order = 35
     naming = "megatron"
+    has_one_place_for_ties = True
 
     def __post_init__(self) -> None:
         if self.qkv_order not in (None, "grouped", "concatenated"):

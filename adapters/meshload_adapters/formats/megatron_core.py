@@ -26,7 +26,8 @@ class MegatronCore:
     """When writing: the iteration's number; by default the step of the optimizer's states or, where there are none, `release`, for
     which Megatron asks for no optimizer and no random state."""
     distributed_optimizer: bool = True
-    """When writing an optimizer's states: whether it is the distributed one that loads them."""
+    """When writing an optimizer's states: whether it is the distributed one that loads them. Experts have one of their own where
+    `ep` is more than 1 in the mesh."""
     steps: int | None = None
     """When writing: how many steps the moments are of, where their source does not tell it."""
     hyperparameters: Mapping[str, Any] | None = None
@@ -36,6 +37,7 @@ class MegatronCore:
     name = "megatron_core"
     order = 30
     naming = "megatron"
+    has_one_place_for_ties = True
 
     def __post_init__(self) -> None:
         if self.glu_interleave is not None and (type(self.glu_interleave) is not int or self.glu_interleave < 0):
@@ -54,12 +56,12 @@ class MegatronCore:
 
     def create(self, folder: LocalFolder, like: Checkpoint, parts: Parts) -> None:
         """Lay out a container as Megatron's ranks at the places of the mesh write it."""
-        from .._megatron_files import lay_out_logical
+        from .._megatron_files import Degrees, lay_out_logical
         from .._megatron_optimizer import optimizer_of
 
         spec = self.transformer_impl or "transformer_engine"
-        distributed, hyper = self.distributed_optimizer, self.hyperparameters
-        optimizer = optimizer_of(like, is_distributed=distributed, hyperparameters=hyper, step=self.steps)
+        ep, distributed, hyper = Degrees.of(parts.mesh).ep, self.distributed_optimizer, self.hyperparameters
+        optimizer = optimizer_of(like, ep=ep, is_distributed=distributed, hyperparameters=hyper, step=self.steps)
         scheduler = self.scheduler or like.meta.get("opt_param_scheduler")
         lay_out_logical(folder, like.arrays, like.config, parts.mesh, self.iteration, spec, optimizer, scheduler)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from meshload.errors import LayoutError
+from meshload.errors import LayoutError, listing
 from meshload.frameworks import Group, Held, Placement, Slice, Wish, World, held
 from meshload.mesh import Mesh
 
@@ -46,7 +46,12 @@ class NumPy:
         """Return what a dict of arrays wants: its names, local shapes and dtypes."""
         if not isinstance(like, Mapping):
             raise LayoutError(f"like={type(like).__name__}: into='numpy' takes a dict of arrays")
-        return {name: Wish(tuple(a.shape), np.dtype(a.dtype)) for name, a in like.items()}
+        strange = [
+            f"{name!r}: {a.dtype}" for name, a in like.items() if not isinstance(name, str) or not _is_number(np.dtype(a.dtype))
+        ]
+        if strange:
+            raise LayoutError(f"{listing(strange)}: names that are text and arrays of numbers were expected")
+        return {name: Wish(tuple(a.shape), np.dtype(a.dtype).newbyteorder("=")) for name, a in like.items()}
 
     def values(self, tensors: Any) -> dict[str, list[Held]]:
         """Return the arrays themselves."""
@@ -67,3 +72,7 @@ class NumPy:
     def dtype(self, dtype: Any) -> np.dtype[Any] | None:
         """Return None: all dtypes that meshload knows are NumPy's."""
         return None
+
+
+def _is_number(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind not in "OSUMm" and dtype.type is not np.void  # ml_dtypes' kinds are V, too

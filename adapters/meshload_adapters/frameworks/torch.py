@@ -192,10 +192,10 @@ class _Processes:
         import torch.distributed as dist
 
         group = _telling()
-        mine = torch.tensor([len(data)], dtype=torch.int64)
+        mine = torch.tensor([len(data)], dtype=torch.int64, device="cpu")  # whatever the caller's default device is
         lengths = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(lengths, mine, group=group)
-        padded = torch.zeros(max(1, *(int(n) for n in lengths)), dtype=torch.uint8)
+        padded = torch.zeros(max(1, *(int(n) for n in lengths)), dtype=torch.uint8, device="cpu")
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = [torch.empty_like(padded) for _ in range(self.size)]
@@ -255,7 +255,7 @@ def tensor_of(values: Any, device: Any = None, stored: str | None = None) -> Any
         return values  # it was filled where it is
     own = torch_dtype(values.dtype, stored)
     if not values.size:
-        return torch.empty(values.shape, dtype=own, device=device)
+        return torch.empty(values.shape, dtype=own, device="cpu" if device is None else device)
     if not (values.flags.writeable and values.flags.c_contiguous):
         values = values.copy()
     own_bits = values if values.dtype.isbuiltin == 1 else values.view(np.dtype(f"u{values.dtype.itemsize}"))
@@ -277,7 +277,9 @@ def _held(tensor: Any) -> Held:
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "placements") else local
     local = local.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    flat = local.view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8)
+    if local.numel() == 1:  # contiguous whatever its stride, which may be that of what it was cut from
+        local = local.clone(memory_format=torch.contiguous_format)
+    flat = local.view(torch.uint8) if local.numel() else torch.empty(0, dtype=torch.uint8, device="cpu")
     return lambda start, stop: np.asarray(flat[start:stop].cpu().numpy())
 
 
@@ -433,7 +435,16 @@ def _state(like: Any) -> dict[str, tuple[str, Any]]:
         raise LayoutError(f"like={type(like).__name__}: torch takes a module or a dict of tensors")
     state = like.state_dict(keep_vars=True) if _is_module(like) else like
     held = {name: tensor for name, tensor in state.items() if hasattr(tensor, "is_meta")}
+    strange = [f"{name!r}: {tensor.layout}" for name, tensor in held.items() if _is_strange(name, tensor)]
+    if strange:
+        raise LayoutError(f"{listing(strange)}: names that are text and dense tensors were expected")
     return {short: (name, held[name]) for short, name in unwrapped(held).items()}
+
+
+def _is_strange(name: Any, tensor: Any) -> bool:
+    import torch
+
+    return not isinstance(name, str) or tensor.layout != torch.strided
 
 
 def _names_of_same(state: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, ...]]:

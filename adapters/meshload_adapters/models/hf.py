@@ -724,7 +724,7 @@ layer := num_hidden_layers
 embed := hidden_size
 kv_heads := num_attention_heads
 ffn := intermediate_size
-prefix gpt_neox.
+prefix gpt_neox. model.
 ignore *.attention.bias *.attention.masked_bias *.rotary_emb.inv_freq
 tie embed_out.weight = gpt_neox.embed_in.weight if tie_word_embeddings
 """
@@ -764,7 +764,7 @@ kv_heads := n_head or num_attention_heads
 positions := n_positions or max_position_embeddings
 ffn := n_inner or 4 * embed
 transposed *.c_attn.weight *.c_proj.weight *.c_fc.weight
-prefix transformer.
+prefix transformer. model.
 ignore *.attn.bias *.attn.masked_bias
 tie lm_head.weight = transformer.wte.weight if tie_word_embeddings != False
 """
@@ -851,7 +851,7 @@ layer := n_layer or num_hidden_layers
 embed := n_embed or hidden_size
 kv_heads := n_head or num_attention_heads
 ffn := 4 * embed
-prefix transformer.
+prefix transformer. model.
 tie lm_head.weight = transformer.word_embeddings.weight if tie_word_embeddings != False
 """
     + _MULTI_HEAD
@@ -895,7 +895,7 @@ group := num_attention_heads // kv_heads
 head_dim := embed // num_attention_heads
 ffn := ffn_hidden_size or 4 * embed
 norms := num_ln_in_parallel_attn or (2 if new_decoder_architecture else 1)
-prefix transformer.
+prefix transformer. model.
 ignore *.rotary_emb.inv_freq
 tie lm_head.weight = transformer.word_embeddings.weight if tie_word_embeddings != False
 first

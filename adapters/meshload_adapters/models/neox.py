@@ -2,8 +2,9 @@
 
 Source: https://github.com/EleutherAI/gpt-neox, `megatron/model/gpt2_model.py` (the order of the layers) and
 `tools/ckpts/convert_neox_to_hf.py`. Layer 0 is the embedding, 1 a function without weights, and the blocks begin at 2; behind them
-come another function, the final norm and the head. With tied weights the embedding is `tied_modules.embed` of the pipeline,
-and there is no head (`tie_word_embeddings` in the config: the library ties unless `no-weight-tying` is set).
+come another function, the final norm and the head. With tied weights the embedding is `tied_modules.embed` of the pipeline (its
+values lie in layer 0's file, its optimizer's state in the first stage and the last), and there is no head (`tie_word_embeddings` in
+the config: the library ties unless `no-weight-tying` is set).
 
 The rows of `query_key_value` are, per head, q, k and v, as in Hugging Face. The vocabulary is padded. MLPs are `dense_h_to_4h` and
 `dense_4h_to_h` in older versions. Each tensor-parallel rank adds a bias of its own behind `attention.dense` and the second matrix
@@ -24,11 +25,13 @@ ffn := intermediate_size
 prefix sequential.
 spelling {}.mlp.dense_h_to_4h. {}.mlp.linear1.
 spelling tied_modules.embed.word_embeddings. 0.word_embeddings.
+spelling 0.word_embeddings. tied_modules.embed.word_embeddings.
 spelling {}.mlp.dense_4h_to_h. {}.mlp.linear2.
 ignore *.attention.rotary_emb.inv_freq
-tie {=layer+4}.final_linear.weight = 0.word_embeddings.weight if tie_word_embeddings
+tie {=layer+4}.final_linear.weight = tied_modules.embed.word_embeddings.weight if tie_word_embeddings
 first
-tokens          0.word_embeddings.weight                      vocab~ embed
+tokens          0.word_embeddings.weight                      vocab~ embed  if not tie_word_embeddings
+tokens          tied_modules.embed.word_embeddings.weight     vocab~ embed  if tie_word_embeddings
 layers
 input_norm      {layer+2}.input_layernorm.weight              embed
 input_norm_bias {layer+2}.input_layernorm.bias                embed

@@ -277,7 +277,7 @@ vocab := vocab_size
 kv_heads := num_attention_heads
 head_dim := embed // kv_heads
 ffn := intermediate_size
-prefix gpt_neox.
+prefix gpt_neox. model.
 ignore *.attention.bias *.attention.masked_bias *.rotary_emb.inv_freq
 tie lm_head.weight = gpt_neox.embed_in.weight if tie_word_embeddings
 first
