@@ -129,10 +129,13 @@ def told_of(parts: Sequence[tuple[TorchFile, Mapping[Any, Any]]]) -> dict[str, A
 
 
 def _step(file: TorchFile, part: Mapping[Any, Any]) -> float | None:
-    """Return the steps of an optimizer's parameters: they stand in its groups, beside them, or in its first parameter's state."""
+    """Return the steps of an optimizer's parameters: they stand beside its groups, in a parameter's state, or in its groups.
+
+    torch's Adam counts in the states, and what it found in groups stays as it was loaded; Apex's counts in groups alone.
+    """
     state = dict_of(_inner(part).get("state"))
-    told = [group.get("step") for group in groups_of(part)]
-    told += [state.get("common_step"), dict_of(next(iter(state.values()), None)).get("step")]
+    told = [state.get("common_step"), dict_of(next(iter(state.values()), None)).get("step")]
+    told += [group.get("step") for group in groups_of(part)]
     return next((step for step in (scalar(file, one) for one in told) if step is not None), None)
 
 

@@ -6,8 +6,8 @@ written to `logits.npy`, and what `dist_checkpointing.save` makes of it to `agai
 
 `plain` and `distributed` hold an optimizer of that kind, too; so do `plain_ep2` and so on, of which `MESHES` tells the degrees. It
 is loaded and saved to `plain_again`, takes a step on the tokens, which data-parallel ranks share, and is saved to `plain_stepped`.
-A distributed one is saved to `distributed_flat`, too, as `dp_reshardable`.
-`legacy_plain` and `legacy_distributed` hold a file for each rank, from which Megatron's training fills both.
+A distributed one is saved to `distributed_flat`, too, as `dp_reshardable`. So do `legacy_plain` and `legacy_distributed`, which
+hold a file for each rank, from which Megatron's training fills both.
 """
 
 from __future__ import annotations
@@ -138,9 +138,9 @@ def config_of(args: Any) -> TransformerConfig:
     )
 
 
-def model_of(args: Any) -> GPTModel:
+def model_of(args: Any, divisible_by: int = DIVISIBLE_BY) -> GPTModel:
     """Return this rank's part of the model, whose weights are those of nobody yet."""
-    rows = parallel_state.get_tensor_model_parallel_world_size() * DIVISIBLE_BY
+    rows = parallel_state.get_tensor_model_parallel_world_size() * divisible_by
     model = GPTModel(
         config_of(args),
         get_gpt_layer_local_spec(args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization),
@@ -230,21 +230,30 @@ def take_step(model: DistributedDataParallel, optimizer: MegatronOptimizer, ids:
     assert optimizer.step()[0]
 
 
+def fill(model: GPTModel, optimizer: MegatronOptimizer, given: Path, metadata: Any) -> None:
+    """Load a torch_dist checkpoint; keys that it lacks, or that the model does, raise."""
+    into = {"model": model.sharded_state_dict()}
+    into["optimizer"] = optimizer.sharded_state_dict(into["model"], is_loading=True, metadata=metadata)
+    loaded = dist_checkpointing.load(into, str(given), strict=StrictHandling.RAISE_ALL)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+
+
 def go_on(args: Any, given: Path, ids: torch.Tensor, folder: Path, *, is_distributed: bool) -> None:
     """Load a model and its optimizer; save both, the distributed one's states flat, too, and both after a step."""
-    model = model_of(args)
+    t, p = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    rank = given / f"mp_rank_{t:02d}_{p:03d}"  # of a legacy checkpoint
+    model = model_of(args, *([1] if rank.exists() else []))
     optimizer, trained = optimizer_of(model, is_distributed=is_distributed)
     if is_distributed:  # it asks torch's Adam for its step, which has none before the first
         optimizer.step()
-    t, p = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    rank = given / f"mp_rank_{t:02d}_{p:03d}"
     if rank.exists():
         fill_from_file(model, optimizer, rank, is_distributed=is_distributed)
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
     else:
         metadata = dist_checkpointing.load_content_metadata(str(given))  # as Megatron's training does
         fill(model, optimizer, given, metadata)
-    flat = {"flat": {**metadata, "distrib_optim_sharding_type": "dp_reshardable"}} if is_distributed and not rank.exists() else {}
+    flat = {"flat": {**metadata, "distrib_optim_sharding_type": "dp_reshardable"}} if is_distributed else {}
     for name, form in {"again": metadata, **flat, "stepped": metadata}.items():
         if name == "stepped":
             take_step(trained, optimizer, ids)
@@ -262,15 +271,6 @@ def compute(folder: Path) -> None:
     if logits is not None and parallel_state.get_tensor_model_parallel_rank() == 0:
         np.save(folder / "logits.npy", logits.numpy())
     save(model, args, folder / f"again/iter_{ITERATION:07d}")
-
-
-def fill(model: GPTModel, optimizer: MegatronOptimizer, given: Path, metadata: dict[str, Any]) -> None:
-    """Do what Megatron's training does with a torch_dist checkpoint; keys that it lacks, or that the model does, raise."""
-    into = {"model": model.sharded_state_dict()}
-    into["optimizer"] = optimizer.sharded_state_dict(into["model"], is_loading=True, metadata=metadata)
-    loaded = dist_checkpointing.load(into, str(given), strict=StrictHandling.RAISE_ALL)
-    model.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
 
 
 def fill_from_file(model: GPTModel, optimizer: MegatronOptimizer, rank: Path, *, is_distributed: bool) -> None:
@@ -293,11 +293,11 @@ def run(rank: int, meeting: str, cases: list[str]) -> None:
         for folder in map(Path, cases):
             if not ending:
                 compute(folder)
+            ids = torch.from_numpy(np.load(folder / "ids.npy"))
             for kind in ("plain", "distributed", "legacy_plain", "legacy_distributed"):
                 for given in (folder / f"{kind}{ending}").glob("iter_*"):
                     told = folder / "there/release" if kind.startswith("legacy") else given
                     args = dist_checkpointing.load_common_state_dict(str(told))["args"]
-                    ids = torch.from_numpy(np.load(folder / "ids.npy"))
                     with OnTheCpu():
                         go_on(args, given, ids, folder / f"{kind}{ending}", is_distributed=kind.endswith("distributed"))
         parallel_state.destroy_model_parallel()
