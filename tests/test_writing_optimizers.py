@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -534,11 +535,11 @@ def test_what_legacy_megatron_cannot_hold_of_an_optimizer_is_refused(tmp_path: P
 
 
 FORMS = {
+    "universal": ("universal", None),
     "core": (MegatronCore(), "tp=2"),
     "core_plain": (MegatronCore(distributed_optimizer=False), "pp=2,tp=2"),
     "legacy": (Megatron(), "pp=2,tp=2"),
     "legacy_plain": (Megatron(distributed_optimizer=False, virtual=2), "pp=2,tp=2"),
-    "universal": ("universal", None),
 }
 
 
@@ -546,9 +547,8 @@ def test_megatrons_forms_made_of_one_another_are_those_made_of_the_source(tmp_pa
     src = trained(tmp_path, "bfloat16", masters=True)
     for form, (to, mesh) in FORMS.items():
         meshload.convert(src, tmp_path / form, to=to, mesh=mesh, optimizer=True)
-    for one in FORMS:
-        for other in FORMS.keys() - {one, "universal"}:
-            to, mesh = FORMS[other]
-            out = tmp_path / f"{one} to {other}"
-            meshload.convert(tmp_path / one, out, to=to, mesh=mesh, config=LLAMA, optimizer=True)
-            assert differing(tmp_path / other, out) == [], (one, other)
+    for one, other in (*pairwise(FORMS), ("legacy_plain", "core")):
+        to, mesh = FORMS[other]
+        out = tmp_path / f"{one} to {other}"
+        meshload.convert(tmp_path / one, out, to=to, mesh=mesh, config=LLAMA, optimizer=True)
+        assert differing(tmp_path / other, out) == [], (one, other)

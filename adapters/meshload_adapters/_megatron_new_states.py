@@ -10,7 +10,7 @@ from typing import Any
 from meshload.errors import LayoutError, listing
 
 from ._megatron_buffers import buckets
-from ._megatron_optimizer import MOMENTS, Training
+from ._megatron_optimizer import MOMENTS, Training, has_two
 from ._megatron_shards import taken_apart
 from ._megatron_states import NARROW, Kind, by_buffer, by_group, has_own_bucket, kind_of
 from ._pickle import Global
@@ -35,7 +35,7 @@ class NewStates:
 
     def optimizer(self, every: Sequence[Parameter]) -> Any:
         """Return what a rank's `model_optim_rng.pt` has under `optimizer`; `every` are its parameters, in module order."""
-        separate = self._is_separate(every)
+        separate = has_two((name for _, name, _ in every), self.ep)
         parts = self.training.parts(separate)
         kinds = [kind_of(group) for part in parts for group in part]
         members = by_group(every, separate=separate, decoupled=any(kind[2] for kind in kinds))
@@ -68,7 +68,7 @@ class NewStates:
 
     def buffers(self, every: Sequence[Parameter], e: int) -> Any:
         """Return a rank's `distrib_optim.pt`. Of the first expert rank it holds all, of others the experts' alone."""
-        if not self._is_separate(every):
+        if not has_two((name for _, name, _ in every), self.ep):
             return self._flat(every)
         experts = [p for p in every if taken_apart(p[1]).is_expert]
         others = [p for p in every if not taken_apart(p[1]).is_expert]
@@ -89,7 +89,3 @@ class NewStates:
             flat = {kind: new_tensor("float32", (size,)) for kind in ("param", *MOMENTS)}
             found[n] = {(Global("torch", dtype), Global("torch", GRADIENTS[dtype])): {**flat, "numel_unpadded": size}}
         return found
-
-    def _is_separate(self, every: Sequence[Parameter]) -> bool:
-        """Say whether experts have an optimizer of their own: only those that are cut over ranks do."""
-        return self.ep > 1 and any(taken_apart(name).is_expert for _, name, _ in every)

@@ -14,7 +14,7 @@ Source: https://github.com/NVIDIA/Megatron-LM, `megatron/core/optimizer`, 0.16.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,12 +50,17 @@ class Training:
     is_small: bool
     """Whether weights are of 16 bits, and have masters."""
 
-    def parts(self, experts: bool) -> list[list[dict[str, Any]]]:
-        """Return the groups of each optimizer, those that decay first; the second one's are the experts'."""
+    def parts(self, two: bool) -> list[list[dict[str, Any]]]:
+        """Return the groups of each optimizer, those that decay first; of `two`, the second has the experts'."""
         dense = sorted((dict(g) for g in self.groups if not g.get("is_expert_parallel")), key=lambda group: -group["wd_mult"])
         own = [dict(g) for g in self.groups if g.get("is_expert_parallel")]
         own = own or [{**group, "is_expert_parallel": True} for group in dense if group["wd_mult"]]
-        return [dense, own] if experts else [dense]
+        return [dense, own] if two else [dense]
+
+
+def has_two(names: Iterable[str], ep: int) -> bool:
+    """Say whether experts among weights have an optimizer of their own: where they are shared over `ep` > 1 ranks."""
+    return ep > 1 and any(taken_apart(name).is_expert for name in names)
 
 
 def training_of(like: Checkpoint, hyperparameters: Mapping[str, Any] | None, step: int | None, option: str) -> Training | None:
@@ -94,16 +99,15 @@ def optimizer_of(
     like: Checkpoint, *, ep: int, is_distributed: bool, hyperparameters: Mapping[str, Any] | None, step: int | None
 ) -> NewOptimizer | None:
     """Return the optimizer of a checkpoint, for `ep` expert-parallel ranks; None where it has none."""
-    if not like.optimizer:
-        return None
     training = training_of(like, hyperparameters, step, "MegatronCore")
-    assert training is not None
+    if training is None:
+        return None
     count, is_small = training.step, training.is_small
     arrays: dict[str, Mapping[str, Array]] = {kind: _named(like.optimizer[kind]) for kind in MOMENTS}
     if is_distributed or is_small:
         masters = like.optimizer.get("master") or {n: replace(a, dtype=np.dtype("f4"), stored=None) for n, a in like.arrays.items()}
         arrays["param" if is_distributed else "fp32_param"] = _named(masters)
-    parts = training.parts(ep > 1 and any(taken_apart(name).is_expert for name in like.arrays))
+    parts = training.parts(has_two(like.arrays, ep))
     told: list[dict[str, Any]]
     if is_distributed:
         counted = [[{**group, "step": float(count)} for group in part] for part in parts]
