@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from .formats import Format, Parts, Renaming, TyingWriter, Writer, installed
 from .frameworks import Group, framework_of, is_floating
 from .loading import as_dtype, as_meant, byte_count, check_meaning, in_full, kinds_of, moments_of, open, plan, shown_progress
 from .mesh import Mesh
-from .naming import chosen
+from .naming import chosen, idle
 from .ranks import launched, resolved
 from .reading import Progress
 from .requesting import LayoutLike, missing_arrays, model_in
@@ -88,7 +87,8 @@ def convert(
     view = _view(checkpoint, writer, names)
     if include is not None or exclude is not None:
         moments = {kind: _chosen(of, include, exclude) for kind, of in view.optimizer.items()}
-        _tell_idle(view, include=include, exclude=exclude)
+        for text in idle((*view.arrays, *view.unavailable), include=include, exclude=exclude):
+            warnings.warn(text, MeshloadWarning, stacklevel=2)
         view = replace(view, arrays=_chosen(view.arrays, include, exclude), optimizer=moments)
     _refuse_lost(src, view, missing_arrays(checkpoint) if view.unavailable else ())
     if not view.arrays:
@@ -311,15 +311,6 @@ Held = TypeVar("Held")
 
 def _chosen(held: Mapping[str, Held], include: str | Sequence[str] | None, exclude: str | Sequence[str] | None) -> dict[str, Held]:
     return {name: held[name] for name in chosen(held, include, exclude)}
-
-
-def _tell_idle(view: Checkpoint, **patterns: str | Sequence[str] | None) -> None:
-    """Warn of globs that no name fits."""
-    for word, globs in patterns.items():
-        for glob in [globs] if isinstance(globs, str) else globs or ():
-            if not any(fnmatch.fnmatchcase(name, glob) for name in (*view.arrays, *view.unavailable)):
-                text = f"{word}=: {glob!r} matches no name; there are {listing(view.arrays, 3)}"
-                warnings.warn(text, MeshloadWarning, stacklevel=3)
 
 
 def tell_bytes(arrays: Sequence[Array], format: Format, *, stacklevel: int) -> None:

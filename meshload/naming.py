@@ -559,6 +559,19 @@ def chosen(names: Iterable[str], include: Sequence[str] | str | None, exclude: S
             yield name
 
 
+def idle(names: Iterable[str], **patterns: Iterable[str] | str | None) -> Iterator[str]:
+    """Say, of each option's globs, which match none of the names."""
+    known = set(names)
+    for word, globs in patterns.items():
+        unmatched = [
+            repr(glob)
+            for glob in ([globs] if isinstance(globs, str) else globs or ())
+            if not any(fnmatch.fnmatchcase(name, glob) for name in known)
+        ]
+        if unmatched:
+            yield f"{word}=: {listing(unmatched, 3)} matches no name; there are {listing(sorted(known), 3)}"
+
+
 # --- which naming ------------------------------------------------------------------------------------------------------
 
 

@@ -114,20 +114,25 @@ def _joined(first: NDArray[Any], others: Sequence[NDArray[Any]], target: Target)
 
 def read_array(array: Array, *, max_bytes: int = MAX_BYTES) -> NDArray[Any]:
     """Read one array whole."""
-    made = plan_array(array, max_bytes=max_bytes)
-    buffers = buffers_for(made)
-    read(made, buffers)
-    return values_of(buffers[0], made.targets[0], [buffers[n] for n in made.others.get(0, ())])
+    return _whole(plan_array(array, max_bytes=max_bytes), read)
 
 
 def read_here(array: Array) -> NDArray[Any]:
     """Read one array whole, in the thread that asks."""
-    made = plan_array(array)
-    buffers = buffers_for(made)
-    work = _Work(made, buffers)
-    for batch in made.schedule.batches():
-        work.do(batch)
-    return values_of(buffers[0], made.targets[0], [buffers[n] for n in made.others.get(0, ())])
+
+    def in_turn(plan: Plan, buffers: Mapping[int, Bytes]) -> None:
+        work = _Work(plan, buffers)
+        for batch in plan.schedule.batches():
+            work.do(batch)
+
+    return _whole(plan_array(array), in_turn)
+
+
+def _whole(plan: Plan, fill: Callable[[Plan, Mapping[int, Bytes]], None]) -> NDArray[Any]:
+    """Return the one array that a plan wants, from buffers that are filled so."""
+    buffers = buffers_for(plan)
+    fill(plan, buffers)
+    return values_of(buffers[0], plan.targets[0], [buffers[n] for n in plan.others.get(0, ())])
 
 
 def tensorstore_view(array: Array, *, max_bytes: int | None = None) -> Any:

@@ -28,6 +28,7 @@ from .naming import (
     chosen,
     families_with,
     family_of,
+    idle,
     located,
     model_of,
     moment_step,
@@ -175,21 +176,13 @@ class Collector:
         """Raise where `include` leaves nothing of what there is; note patterns that match nothing."""
         if self.include and not len(self.wanted.targets) and not self.wanted.missing and not self._elsewhere():
             raise LayoutError(f"include={self.include!r} matches no name; there are {listing(self.view.checkpoint, 5)}")
-        given = {
-            "layout": self.layout if isinstance(self.layout, Mapping) else (),
-            "include": self.include,
-            "exclude": self.exclude,
-        }
-        patterns = {word: [globs] if isinstance(globs, str) else globs for word, globs in given.items() if globs}
-        if not patterns:
+        patterns = self.layout if isinstance(self.layout, Mapping) else None
+        if not (patterns or self.include or self.exclude):
             return
         checkpoint = self.view.checkpoint
         names = {*self._names(), *checkpoint, *checkpoint.aliases, *checkpoint.unavailable, *(self.wishes or {})}
         names.update(target.name for target in self.wanted.targets)  # moments among them
-        for word, globs in patterns.items():
-            idle = [repr(glob) for glob in globs if not any(fnmatch.fnmatchcase(name, glob) for name in names)]
-            if idle:
-                self.wanted.notes.append(f"{word}=: {listing(idle, 3)} matches no name; there are {listing(sorted(names), 3)}")
+        self.wanted.notes += idle(names, layout=patterns, include=self.include, exclude=self.exclude)
 
     def check_shares(self) -> None:
         """Note what a rank holds nothing of, since the mesh has more ranks than an array has parts."""
